@@ -1,0 +1,424 @@
+"""What AdaComp keeps between steps: residuals by parameter, exchanges by bucket, counts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import _C
+from .agreement import agree
+from .exchange import BucketExchange, BucketParameter, Codec
+from .layout import BinSizeOption, bin_size_function, checked_bin_size, default_bin_size
+from .ops import Scale, has_bin_scales
+from .version import __version__
+
+_SUPPORTED = (torch.float32, torch.float16, torch.bfloat16)
+_STATE_FORMAT = 1
+
+# DDP cannot say which state its hook has, and two states would each keep half of the truth.
+_states: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AdaCompState]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class AdaCompState:
+    """State of `adacomp_hook` for one DistributedDataParallel object, on this rank.
+
+    Every rank constructs it with the same options; the first exchange of each bucket checks that.
+
+    Args:
+        module: the DistributedDataParallel object; only weakly referenced.
+        bin_size: elements per bin (L_T in the paper), 1 to 16,383. An int for all parameters of at
+            least 512 elements; or a mapping from name pattern (fnmatch, first match) to int or None;
+            or a function (name, parameter, owning module) -> int | None. None sends a parameter
+            raw. Default: 50 for convolutions, 500 for 2-D weights, 50 for vectors, raw below 512.
+        scale: "layer" (the paper) or "bin" (one byte per bin: more bytes, less error per step).
+        threshold_factor: soft threshold of H = G + (threshold_factor - 1) dW; finite, >= 1.
+        start_iter: this many steps are dense (all-reduced) first.
+        process_group: group of the exchange; None is the module's own.
+
+    Raises:
+        TypeError: `module` is no DistributedDataParallel, or an option or parameter has a wrong type.
+        ValueError: an option is out of range, or the DDP object has a state already.
+    """
+
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        *,
+        bin_size: BinSizeOption = default_bin_size,
+        scale: Scale = "layer",
+        threshold_factor: float = 2.0,
+        start_iter: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "module: expected a DistributedDataParallel object (the wrapped model, not the model "
+                f"itself), got {type(module).__name__}"
+            )
+        previous = _states.get(module)
+        if previous is not None and previous() is not None:
+            raise ValueError(
+                "module: expected a DistributedDataParallel object without an AdaCompState, "
+                "got one that has it already; use that one"
+            )
+        has_bin_scales(scale)
+        factor = float(threshold_factor)
+        if not (math.isfinite(factor) and factor >= 1.0):
+            raise ValueError(f"threshold_factor: expected a finite number >= 1, got {factor}")
+        if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 0:
+            raise ValueError(f"start_iter: expected an int >= 0, got {start_iter!r}")
+        self.start_iter = start_iter
+        self._codec = Codec(scale, factor)
+        self._module = weakref.ref(module)
+        self._process_group = process_group
+        self._residuals: dict[torch.device, Tensor] = {}
+        self._parameters: dict[str, BucketParameter] = {}
+        self._tensors: dict[str, weakref.ref[Tensor]] = {}
+        self._names_by_id: dict[int, str] = {}
+        self._add_parameters(module, bin_size)
+        self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
+        self._step = -1  # of the synchronised backward in progress, or of the last one
+        self._steps_before = 0  # taken before this state was constructed or loaded
+        self._seen: set[int] | None = None  # ids of the parameters exchanged in this step
+        _states[module] = weakref.ref(self)
+
+    def _add_parameters(self, ddp: DistributedDataParallel, option: BinSizeOption) -> None:
+        ignored = ddp.parameters_to_ignore
+        named = [
+            (name, parameter)
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+        owners = {
+            id(parameter): owner
+            for owner in ddp.module.modules()
+            for parameter in owner.parameters(recurse=False)
+        }
+        bin_size_of = bin_size_function(option, [name for name, _ in named])
+        sizes: dict[torch.device, int] = {}
+        for name, parameter in named:
+            owner = owners[id(parameter)]
+            _check_parameter(name, parameter, owner)
+            bin_size = checked_bin_size(name, bin_size_of(name, parameter, owner))
+            offset = sizes.setdefault(parameter.device, 0)
+            numel = parameter.numel()
+            if bin_size is None:
+                offset = -1
+            else:
+                sizes[parameter.device] += numel
+            self._parameters[name] = BucketParameter(name, numel, bin_size, offset)
+            self._tensors[name] = weakref.ref(parameter)
+            self._names_by_id[id(parameter)] = name
+        for device, size in sizes.items():
+            self._residuals[device] = torch.zeros(size, dtype=torch.float32, device=device)
+
+    # ---- used by the hook ------------------------------------------------------------------------
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._process_group is not None:
+            return self._process_group
+        module = self._module()
+        if module is None:
+            raise RuntimeError(
+                "adacomp_hook: the DistributedDataParallel object of this AdaCompState is gone; "
+                "construct a state for the one in use"
+            )
+        return module.process_group
+
+    def _begin(self, bucket: dist.GradBucket) -> BucketExchange:
+        """Everything that can fail, and the step count; only then may the hook communicate."""
+        if not isinstance(bucket, dist.GradBucket):
+            raise TypeError(
+                f"bucket: expected a torch.distributed.GradBucket, got {type(bucket).__name__}; "
+                "compiled autograd is not supported"
+            )
+        buffer = bucket.buffer()
+        tensors = bucket.parameters()
+        ids = tuple(map(id, tensors))
+        group = self._group()
+        key = (ids, buffer.dtype, buffer.device, group)
+        exchange = self._exchanges.get(key)
+        if exchange is None:
+            parameters = self._checked_bucket(buffer, tensors)
+            exchange = BucketExchange(parameters, buffer, self._codec, group)
+        self._count_step(ids)
+        if key not in self._exchanges:
+            exchange.agree(self._fields(group), buffer.device)
+            self._exchanges[key] = exchange
+        exchange.last_step = self._step
+        return exchange
+
+    def _checked_bucket(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[BucketParameter]:
+        names = [self._names_by_id.get(id(tensor), "") for tensor in tensors]
+        for name, tensor in zip(names, tensors, strict=True):
+            if not name or self._tensors[name]() is not tensor:
+                raise RuntimeError(
+                    "bucket: expected parameters of the DistributedDataParallel object that this "
+                    f"AdaCompState was constructed for, got another of shape {tuple(tensor.shape)}"
+                )
+        if buffer.layout != torch.strided:
+            raise TypeError(f"bucket: expected dense gradients, got {buffer.layout} of {names}")
+        if buffer.dtype not in _SUPPORTED:
+            raise TypeError(
+                f"bucket: expected float32, float16 or bfloat16, got {buffer.dtype} of {names}"
+            )
+        numel = sum(tensor.numel() for tensor in tensors)
+        if buffer.numel() != numel:
+            raise RuntimeError(f"bucket: expected {numel} elements, got {buffer.numel()}")
+        return [self._parameters[name] for name in names]
+
+    def _count_step(self, ids: tuple[int, ...]) -> None:
+        """A step begins when a bucket's first parameter comes again: neither bucket indices nor their
+        number tell, because DDP rebuilds buckets and may skip some."""
+        if self._seen is None or ids[0] in self._seen:
+            for exchange in self._exchanges.values():
+                if exchange.last_step < self._step:
+                    exchange.release_buffers()
+            self._step += 1
+            self._seen = set()
+        self._seen.update(ids)
+
+    def _fields(self, group: dist.ProcessGroup) -> dict[str, object]:
+        return {
+            "adacomp_torch version": __version__,
+            "wire version": _C.wire_version,
+            "world_size": dist.get_world_size(group),
+            "scale": self._codec.scale,
+            "threshold_factor": self._codec.threshold_factor,
+            "start_iter": self.start_iter,
+            "step": self._step,
+        }
+
+    # ---- for users -------------------------------------------------------------------------------
+
+    def residual(self, name: str) -> Tensor:
+        """Float32 view of a parameter's residual on this rank, in the parameter's shape and strides
+        (flat if these overlap or have gaps). It changes with every step.
+
+        Raises KeyError for an unknown name, ValueError for a parameter that is sent raw.
+        """
+        if name not in self._parameters:
+            raise KeyError(f"name: expected one of {', '.join(self._parameters)}, got {name!r}")
+        entry = self._parameters[name]
+        if entry.bin_size is None:
+            raise ValueError(f"{name!r}: expected a compressed parameter, got one that is sent raw")
+        tensor = self._tensors[name]()
+        if tensor is None:
+            raise RuntimeError(f"{name!r}: expected a live module, got one that has been freed")
+        flat = self._residuals[tensor.device][entry.residual_offset :][: entry.numel]
+        # The order in which DDP lays a gradient into its bucket.
+        if _C.is_non_overlapping_and_dense(tensor):
+            return flat.as_strided(tensor.shape, tensor.stride())
+        return flat
+
+    def check(self) -> None:
+        """Raises what a device found wrong since the last call. On the CPU the backward did already."""
+
+    def stats(self, *, per_parameter: bool = False) -> dict[str, Any]:
+        """Counts of this rank since construction or `load_state_dict`.
+
+        - steps, compressed_steps: synchronised steps, and those of them after `start_iter`.
+        - bytes_sent: bytes given to the collectives (whole payloads; in dense steps the gradients).
+        - dense_bytes: bytes of the gradients. compression_ratio: dense_bytes / bytes_sent.
+        - entries_per_bin: elements sent per bin and exchange. dropped_chunks: sent later instead.
+        - residual_max: largest |residual|.
+        - compress_seconds, exchange_seconds (from the all-gather's start to its end, mostly
+          overlapped with the backward), decompress_seconds: host time, summed over buckets.
+        - parameters, with `per_parameter`: name -> bin_size, entries_per_bin, dropped_chunks,
+          residual_max of each compressed parameter.
+
+        Waits for the device; not for use in every step of a fast loop.
+        """
+        self.check()
+        counts = {name: [0, 0, 0] for name in self._parameters}  # entries, dropped, bins
+        totals = dict.fromkeys(("bytes_sent", "dense_bytes"), 0)
+        seconds = dict.fromkeys(("compress_seconds", "exchange_seconds", "decompress_seconds"), 0.0)
+        for exchange in self._exchanges.values():
+            exchange.add_to(totals, seconds, counts)
+        steps = self._step + 1 - self._steps_before
+        result: dict[str, Any] = {
+            "steps": steps,
+            "compressed_steps": min(steps, max(0, self._step + 1 - self.start_iter)),
+            **totals,
+            "compression_ratio": totals["dense_bytes"] / max(1, totals["bytes_sent"]),
+            **_per_bin([sum(column) for column in zip(*counts.values(), strict=True)]),
+            "residual_max": max((_abs_max(r) for r in self._residuals.values()), default=0.0),
+            **seconds,
+        }
+        if per_parameter:
+            result["parameters"] = {
+                name: {
+                    "bin_size": entry.bin_size,
+                    **_per_bin(counts[name]),
+                    "residual_max": _abs_max(self.residual(name)),
+                }
+                for name, entry in self._parameters.items()
+                if entry.bin_size is not None
+            }
+        return result
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: step and residuals by parameter name. Every rank must save its own.
+
+        Tensors and plain types only, so that `torch.load` takes it with `weights_only=True`.
+        """
+        self.check()
+        group = self._group()
+        return {
+            "format": _STATE_FORMAT,
+            "rank": dist.get_rank(group),
+            "world_size": dist.get_world_size(group),
+            "step": self._step + 1,
+            "residuals": {
+                name: self.residual(name).clone()
+                for name, entry in self._parameters.items()
+                if entry.bin_size is not None
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores what this rank saved, or a merged state (see `merge_state_dicts`).
+
+        Collective: every rank must call it, between the same two steps. If it fails on one rank it
+        fails on all, and nothing is changed on any.
+
+        Raises:
+            ValueError: format, rank, world_size, parameter names or shapes are not this run's.
+            RuntimeError: the ranks' options or steps differ, or another rank's state is wrong.
+        """
+        group = self._group()
+        error = self._mismatch(state_dict, group)
+        device = next(iter(self._residuals), torch.device("cpu"))
+        fields = {
+            **self._fields(group),
+            "step": None if error else state_dict["step"],
+            "bin_size": {name: entry.bin_size for name, entry in self._parameters.items()},
+            "what load_state_dict found": error,
+        }
+        try:
+            agree(fields, group, device)
+        except RuntimeError as difference:
+            raise (ValueError(error) if error else difference) from None
+        if error:
+            raise ValueError(error)
+        if state_dict["rank"] is None:
+            warnings.warn(
+                "each rank starts from the mean of the saved ranks' residuals: the run continues, "
+                "but not bit for bit as with the saved world_size",
+                stacklevel=2,
+            )
+        for name, saved in state_dict["residuals"].items():
+            self.residual(name).copy_(saved)
+        self._step = state_dict["step"] - 1
+        self._steps_before = state_dict["step"]
+        self._seen = None
+        self._exchanges.clear()
+
+    def _mismatch(self, state_dict: Mapping[str, Any], group: dist.ProcessGroup) -> str | None:
+        """One sentence on why `state_dict` cannot be loaded here, or None."""
+        expected = {
+            "format": _STATE_FORMAT,
+            "rank": dist.get_rank(group),
+            "world_size": dist.get_world_size(group),
+        }
+        merged = state_dict.get("rank", 0) is None
+        for key, value in expected.items():
+            if key != "format" and merged:
+                continue
+            if state_dict.get(key) != value:
+                hint = "; merge the ranks' states first" if key == "world_size" else ""
+                return f"state_dict: expected {key} {value}, got {state_dict.get(key)}{hint}"
+        step = state_dict.get("step")
+        if not isinstance(step, int) or step < 0:
+            return f"state_dict: expected step as an int >= 0, got {step!r}"
+        shapes = {
+            name: tuple(self.residual(name).shape)
+            for name, entry in self._parameters.items()
+            if entry.bin_size is not None
+        }
+        saved = {name: tuple(r.shape) for name, r in state_dict.get("residuals", {}).items()}
+        for name in sorted(shapes.keys() | saved.keys()):
+            if shapes.get(name) != saved.get(name):
+                return (
+                    f"state_dict: expected residual {name!r} of shape {shapes.get(name)}, "
+                    f"got {saved.get(name)}"
+                )
+        for name, residual in state_dict["residuals"].items():
+            if residual.dtype != torch.float32 or not bool(torch.isfinite(residual).all()):
+                return f"state_dict: expected finite float32 values in residual {name!r}"
+        return None
+
+    @staticmethod
+    def merge_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state for another world size, from the states of all ranks of a run.
+
+        Every rank of the new run loads it. Residuals are means over the ranks (in float64, rounded
+        once), so that what all ranks together still owe the parameters is the same as before.
+
+        Raises ValueError if the list is not exactly the ranks 0 to world_size - 1 of one step.
+        """
+        ranks = [saved["rank"] for saved in state_dicts]
+        sizes = {saved["world_size"] for saved in state_dicts}
+        if not ranks or sizes != {len(ranks)} or sorted(ranks) != list(range(len(ranks))):
+            raise ValueError(
+                f"state_dicts: expected one of each rank, got ranks {ranks} of world sizes "
+                f"{sorted(sizes)}"
+            )
+        steps = {saved["step"] for saved in state_dicts}
+        if len(steps) != 1:
+            raise ValueError(f"state_dicts: expected one step, got {sorted(steps)}")
+        names = [set(saved["residuals"]) for saved in state_dicts]
+        if any(other != names[0] for other in names):
+            odd = sorted(set.union(*names) - set.intersection(*names))
+            raise ValueError(f"state_dicts: expected the same parameters, got {odd} in some only")
+        return {
+            "format": _STATE_FORMAT,
+            "rank": None,
+            "world_size": None,
+            "step": steps.pop(),
+            "residuals": {
+                name: torch.stack([saved["residuals"][name].double() for saved in state_dicts])
+                .mean(0)
+                .float()
+                for name in state_dicts[0]["residuals"]
+            },
+        }
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "AdaCompState belongs to a live DistributedDataParallel object and cannot be copied or "
+            "pickled; save its state_dict() and load that into a new one"
+        )
+
+
+def _check_parameter(name: str, parameter: Tensor, owner: nn.Module) -> None:
+    if parameter.dtype not in _SUPPORTED:
+        raise TypeError(
+            f"parameter {name!r}: expected float32, float16 or bfloat16, got {parameter.dtype}"
+        )
+    if getattr(owner, "sparse", False) is True:
+        raise TypeError(
+            f"parameter {name!r}: expected dense gradients, got a {type(owner).__name__} with "
+            "sparse=True"
+        )
+
+
+def _abs_max(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() > 0 else 0.0
+
+
+def _per_bin(counts: Sequence[int]) -> dict[str, float]:
+    entries, dropped, bins = counts
+    return {"entries_per_bin": entries / max(1, bins), "dropped_chunks": dropped}

@@ -1,0 +1,85 @@
+// The CPU implementation of the ops: checks, then the torch-free kernels on at::parallel_for's threads.
+#include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "../op_checks.h"
+#include "compress.h"
+#include "decompress.h"
+
+namespace adacomp::cpu {
+namespace {
+
+constexpr int64_t kChunksPerTask = 8;       // 32k elements, tens of microseconds
+constexpr int64_t kRawPerTask = 32 * 1024;  // elements
+
+at::Tensor payload_capacity(const at::Tensor& layout, bool bin_scales) {
+  const Layout checked = checked_layout(layout);
+  const at::Tensor bytes = at::empty({2}, layout.options());
+  bytes.data_ptr<int64_t>()[0] = checked.fixed_bytes();
+  bytes.data_ptr<int64_t>()[1] = checked.worst_case_bytes(bin_scales);
+  return bytes;
+}
+
+void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tensor& layout,
+              const at::Tensor& payload, const std::optional<at::Tensor>& counters, int64_t step,
+              bool bin_scales, double threshold_factor) {
+  const Layout checked = checked_layout(layout);
+  const Codec codec = checked_codec(grad, checked, step, bin_scales, threshold_factor);
+  check_residual(residual, grad, checked);
+  check_payloads("payload", payload, 1, grad, checked);
+  at::assert_no_overlap(payload, residual);
+  if (counters) check_int64("counters", *counters, {checked.segments(), 2}, grad);
+
+  const int64_t tasks = std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
+  Compressor compressor(checked, codec, grad.const_data_ptr(), residual.data_ptr<float>(),
+                        payload.data_ptr<uint8_t>(), payload.numel(), step,
+                        counters ? counters->data_ptr<int64_t>() : nullptr, tasks);
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) compressor.select(task);
+  });
+  compressor.assemble();
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) compressor.commit(task);
+  });
+  at::parallel_for(0, checked.raw_elements(), kRawPerTask,
+                   [&](int64_t begin, int64_t end) { compressor.copy_raw(begin, end); });
+}
+
+void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Tensor& layout,
+                const at::Tensor& status, int64_t step, bool bin_scales, double threshold_factor) {
+  const Layout checked = checked_layout(layout);
+  const Codec codec = checked_codec(grad, checked, step, bin_scales, threshold_factor);
+  check_payloads("payloads", payloads, 2, grad, checked);
+  TORCH_CHECK(payloads.size(0) >= 1, "payloads: expected at least one rank, got 0");
+  check_int64("status", status, {1}, grad);
+
+  Decompressor decompressor(checked, codec, payloads.const_data_ptr<uint8_t>(), payloads.size(0),
+                            payloads.size(1), step, grad.data_ptr());
+  decompressor.check_payloads();
+  if (decompressor.status() == 0) {
+    at::parallel_for(0, checked.chunks(), kChunksPerTask,
+                     [&](int64_t begin, int64_t end) { decompressor.decode(begin, end); });
+    at::parallel_for(0, checked.raw_elements(), kRawPerTask,
+                     [&](int64_t begin, int64_t end) { decompressor.decode_raw(begin, end); });
+  }
+  if (decompressor.status() == 0) return;
+  decompressor.fill_nan();
+  int64_t& word = *status.data_ptr<int64_t>();
+  if (word == 0) word = decompressor.status();
+  TORCH_CHECK(false, decompressor.describe_fault());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(adacomp, CPU, m) {
+  m.impl("payload_capacity", payload_capacity);
+  m.impl("compress", compress);
+  m.impl("decompress", decompress);
+}
+
+}  // namespace adacomp::cpu

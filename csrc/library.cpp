@@ -1,0 +1,104 @@
+// The op schemas, and the pybind11 module for what is not an op.
+//
+// Ops (the CPU kernels are in cpu/ops.cpp; docstrings and fake kernels in adacomp_torch/ops.py):
+//   grad       1-D float32, float16 or bfloat16: one bucket
+//   residual   1-D float32: residuals of all parameters
+//   layout     int64 [segments, 4] on the CPU: bucket_offset, numel, bin_size (0: raw), residual_offset
+//   payload    uint8 [capacity]; payloads: uint8 [world_size, capacity]
+//   counters   int64 [segments, 2]: entries sent and chunks dropped are added
+//   status     int64 [1]: receives the first fault of a malformed payload
+#include <ATen/Version.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <cstring>
+#include <vector>
+
+#include "op_checks.h"
+
+namespace py = pybind11;
+
+TORCH_LIBRARY(adacomp, m) {
+  m.def("payload_capacity(Tensor layout, bool bin_scales) -> Tensor");
+  m.def(
+      "compress(Tensor grad, Tensor(a!) residual, Tensor layout, Tensor(b!) payload, Tensor(c!)? counters, "
+      "int step, bool bin_scales, float threshold_factor) -> ()");
+  m.def(
+      "decompress(Tensor payloads, Tensor(a!) grad, Tensor layout, Tensor(b!) status, int step, "
+      "bool bin_scales, float threshold_factor) -> ()");
+}
+
+namespace {
+
+void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK(false, op.schema().name(),
+              ": expected CPU tensors, because adacomp_torch was built without CUDA, got a CUDA tensor");
+}
+
+py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tensor>& layout) {
+  TORCH_CHECK(payload.scalar_type() == at::kByte && payload.dim() == 1 && payload.is_contiguous() &&
+                  payload.device().is_cpu(),
+              "payload: expected a 1-D contiguous uint8 tensor on the CPU, got ", payload.scalar_type(),
+              " of sizes ", payload.sizes(), " on ", payload.device());
+  const auto size = static_cast<size_t>(payload.numel());
+  TORCH_CHECK(size >= sizeof(adacomp::Header), "payload: expected at least ", sizeof(adacomp::Header),
+              " bytes, got ", size);
+  const auto* bytes = payload.const_data_ptr<uint8_t>();
+  adacomp::Header header;
+  std::memcpy(&header, bytes, sizeof header);
+  py::dict result;
+  result["magic"] = py::bytes(reinterpret_cast<const char*>(bytes), 4);
+  result["version"] = header.version;
+  result["flags"] = header.flags;
+  result["layout_hash"] = header.layout_hash;
+  result["step"] = header.step;
+  result["needed_bytes"] = header.needed_bytes;
+  result["used_bytes"] = header.used_bytes;
+  if (!layout) return result;
+  const adacomp::Layout checked = adacomp::checked_layout(*layout);
+  const adacomp::Offsets offsets = checked.offsets();
+  TORCH_CHECK(static_cast<int64_t>(size) >= offsets.entries, "payload: expected at least the layout's ",
+              offsets.entries, " bytes, got ", size);
+  std::vector<float> scales(checked.segments());
+  std::vector<uint32_t> table(checked.chunks() + 1);
+  std::memcpy(scales.data(), bytes + offsets.scales, 4 * scales.size());
+  std::memcpy(table.data(), bytes + offsets.table, 4 * table.size());
+  result["fixed_bytes"] = offsets.entries;
+  result["scales"] = scales;
+  result["chunk_table"] = table;
+  return result;
+}
+
+}  // namespace
+
+#ifndef ADACOMP_WITH_CUDA
+TORCH_LIBRARY_IMPL(adacomp, CUDA, m) {
+  for (const char* op : {"payload_capacity", "compress", "decompress"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>());
+  }
+}
+#endif
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("torch_version") = TORCH_VERSION;
+#ifdef ADACOMP_WITH_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+  m.attr("compiler") = __VERSION__;
+  m.attr("wire_version") = adacomp::kVersion;
+  m.attr("max_bin_size") = adacomp::kMaxBinSize;
+  m.attr("max_payload_bytes") = adacomp::kMaxPayloadBytes;
+  m.def("is_non_overlapping_and_dense",
+        [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); });
+  m.def("inspect_payload", &inspect_payload, py::arg("payload"), py::arg("layout") = py::none());
+  m.def(
+      "layout_hash",
+      [](const at::Tensor& layout, const at::Tensor& grad, bool bin_scales, double threshold_factor) {
+        const adacomp::Layout checked = adacomp::checked_layout(layout);
+        return checked.hash(adacomp::checked_codec(grad, checked, 0, bin_scales, threshold_factor));
+      },
+      py::arg("layout"), py::arg("grad"), py::arg("bin_scales"), py::arg("threshold_factor"));
+}

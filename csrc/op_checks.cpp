@@ -1,0 +1,126 @@
+#include "op_checks.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+namespace adacomp {
+namespace {
+
+// Keeps every product and sum of the layout arithmetic far from overflow.
+constexpr int64_t kMaxElements = int64_t{1} << 48;
+
+void check_segment(const Segment& s, int64_t i, int64_t expected_offset) {
+  TORCH_CHECK(s.bucket_offset == expected_offset, "layout: expected segment ", i, " at bucket_offset ",
+              expected_offset, ", got ", s.bucket_offset);
+  TORCH_CHECK(s.numel >= 0 && s.numel <= kMaxElements - expected_offset,
+              "layout: expected numel of segment ", i, " from 0 to ", kMaxElements - expected_offset,
+              ", got ", s.numel);
+  TORCH_CHECK(s.bin_size >= 0 && s.bin_size <= kMaxBinSize, "layout: expected bin_size of segment ", i,
+              " from 1 to ", kMaxBinSize, ", or 0 for raw values, got ", s.bin_size);
+  TORCH_CHECK(s.is_raw() ? s.residual_offset == -1 : s.residual_offset >= 0,
+              "layout: expected residual_offset of segment ", i, s.is_raw() ? " to be -1" : " >= 0",
+              ", got ", s.residual_offset);
+}
+
+void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& grad) {
+  TORCH_CHECK(tensor.device() == grad.device(), name, ": expected grad's device ", grad.device(), ", got ",
+              tensor.device());
+}
+
+}  // namespace
+
+Layout checked_layout(const at::Tensor& layout) {
+  TORCH_CHECK(layout.scalar_type() == at::kLong, "layout: expected dtype int64, got ",
+              layout.scalar_type());
+  TORCH_CHECK(layout.device().is_cpu(), "layout: expected device cpu, got ", layout.device());
+  TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4 && layout.is_contiguous(),
+              "layout: expected a contiguous [segments, 4] tensor, got sizes ", layout.sizes(), " strides ",
+              layout.strides());
+  const auto* segments = reinterpret_cast<const Segment*>(layout.const_data_ptr<int64_t>());
+  int64_t end = 0;
+  for (int64_t i = 0; i < layout.size(0); ++i) {
+    check_segment(segments[i], i, end);
+    end += segments[i].numel;
+  }
+  Layout result(segments, layout.size(0));
+  TORCH_CHECK(result.fixed_bytes() <= kMaxPayloadBytes, "layout: expected at most ", kMaxPayloadBytes,
+              " bytes before the entries, got ", result.fixed_bytes());
+  return result;
+}
+
+Codec checked_codec(const at::Tensor& grad, const Layout& layout, int64_t step, bool bin_scales,
+                    double threshold_factor) {
+  const auto dtype = grad.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+              "grad: expected dtype float32, float16 or bfloat16, got ", dtype);
+  TORCH_CHECK(grad.dim() == 1 && grad.is_contiguous(), "grad: expected a 1-D contiguous tensor, got sizes ",
+              grad.sizes(), " strides ", grad.strides());
+  TORCH_CHECK(grad.numel() == layout.elements(), "grad: expected the layout's ", layout.elements(),
+              " elements, got ", grad.numel());
+  TORCH_CHECK(step >= 0, "step: expected >= 0, got ", step);
+  const auto factor = static_cast<float>(threshold_factor);
+  TORCH_CHECK(std::isfinite(factor) && factor >= 1.0f,
+              "threshold_factor: expected a finite float32 >= 1, got ", threshold_factor);
+  const GradType type = dtype == at::kFloat  ? GradType::kFloat32
+                        : dtype == at::kHalf ? GradType::kFloat16
+                                             : GradType::kBFloat16;
+  return {type, bin_scales, factor};
+}
+
+void check_residual(const at::Tensor& residual, const at::Tensor& grad, const Layout& layout) {
+  check_device("residual", residual, grad);
+  TORCH_CHECK(residual.scalar_type() == at::kFloat, "residual: expected dtype float32, got ",
+              residual.scalar_type());
+  TORCH_CHECK(residual.dim() == 1 && residual.is_contiguous(),
+              "residual: expected a 1-D contiguous tensor, got sizes ", residual.sizes(), " strides ",
+              residual.strides());
+  at::assert_no_overlap(residual, grad);
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (int64_t i = 0; i < layout.segments(); ++i) {
+    const Segment& s = layout.segment(i);
+    if (s.is_raw()) continue;
+    TORCH_CHECK(s.numel <= residual.numel() && s.residual_offset <= residual.numel() - s.numel,
+                "residual: expected room for ", s.numel, " elements of segment ", i, " at ",
+                s.residual_offset, ", got ", residual.numel(), " elements");
+    if (s.numel > 0) ranges.emplace_back(s.residual_offset, s.residual_offset + s.numel);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    TORCH_CHECK(ranges[i - 1].second <= ranges[i].first,
+                "layout: expected disjoint residual ranges, got one at ", ranges[i].first,
+                " before the end ", ranges[i - 1].second, " of another");
+  }
+}
+
+void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims, const at::Tensor& grad,
+                    const Layout& layout) {
+  check_device(name, payloads, grad);
+  TORCH_CHECK(payloads.scalar_type() == at::kByte, name, ": expected dtype uint8, got ",
+              payloads.scalar_type());
+  TORCH_CHECK(payloads.dim() == dims && payloads.is_contiguous(), name, ": expected a contiguous ", dims,
+              "-D tensor, got sizes ", payloads.sizes(), " strides ", payloads.strides());
+  const int64_t capacity = payloads.size(-1);
+  TORCH_CHECK(capacity >= layout.fixed_bytes() && capacity <= kMaxPayloadBytes, name,
+              ": expected a capacity from ", layout.fixed_bytes(), " to ", kMaxPayloadBytes, " bytes, got ",
+              capacity);
+  TORCH_CHECK(capacity % kAlignment == 0, name, ": expected a capacity that is a multiple of ", kAlignment,
+              ", got ", capacity);
+  const auto address = reinterpret_cast<uintptr_t>(payloads.const_data_ptr());
+  TORCH_CHECK(address % kAlignment == 0, name, ": expected memory aligned to ", kAlignment,
+              " bytes, got an address that is ", address % kAlignment, " past it");
+  at::assert_no_overlap(payloads, grad);
+}
+
+void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
+                 const at::Tensor& grad) {
+  check_device(name, tensor, grad);
+  TORCH_CHECK(tensor.scalar_type() == at::kLong && tensor.sizes() == sizes && tensor.is_contiguous(), name,
+              ": expected a contiguous int64 tensor of sizes ", sizes, ", got ", tensor.scalar_type(),
+              " of sizes ", tensor.sizes());
+}
+
+}  // namespace adacomp
