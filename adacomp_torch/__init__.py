@@ -17,7 +17,8 @@ try:
     from . import _C
 except ImportError as error:
     raise ImportError(
-        f"adacomp_torch's extension does not load with torch {torch.__version__} ({error}): {_REBUILD}"
+        f"adacomp_torch's extension does not load with torch {torch.__version__} ({error}): "
+        f"{_REBUILD}"
     ) from error
 
 # The C++ ABI follows torch's version: with another one calls would go wrong later and less clearly.

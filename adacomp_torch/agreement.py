@@ -35,8 +35,9 @@ def _by_rank(values: list[Any]) -> str:
 def agree(fields: Mapping[str, object], group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises the same RuntimeError on every rank of `group` unless all passed equal `fields`.
 
-    Collective and blocking: one all-gather of 128 bytes on `device`, and one of the fields themselves
-    if they differ. A field's value is a plain type with a faithful repr; a mapping names parameters.
+    Collective and blocking: one all-gather of 128 bytes on `device`, and one of the fields
+    themselves if they differ. A field's value is a plain type with a faithful repr, or a mapping
+    from parameter name to such.
     """
     digests = [_digest(item) for item in fields.items()]
     record = torch.zeros(_SLOTS, dtype=torch.int64)

@@ -27,9 +27,9 @@ _WINDOW = 16  # exchanges that size the capacity, so that a rarely active parame
 _DISTANCE = 2  # exchange n is sized by the headers of n - 2 and before, on every backend alike
 _NEEDED_AT = slice(16, 24)  # header field needed_bytes, int64
 
-# Callbacks that a backend's thread still holds. It drops them after the backward has gone on, under the
-# GIL, and a thread that asks for the GIL while the interpreter shuts down aborts the process: a script
-# that ends with its last step would now and then die with SIGABRT after its work is done.
+# Callbacks that a backend's thread still holds. It drops them after the backward has gone on, under
+# the GIL, and a thread that asks for the GIL while the interpreter shuts down aborts the process: a
+# script that ends with its last step would now and then die with SIGABRT after its work is done.
 _callbacks: weakref.WeakSet[Callable[..., Tensor]] = weakref.WeakSet()
 _EXIT_SECONDS = 5.0
 
@@ -51,7 +51,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class BucketParameter:
-    """A parameter's place: `residual_offset` is within its device's residual, -1 if it is sent raw."""
+    """A parameter's place; `residual_offset` is within its device's residual, -1 if sent raw."""
 
     name: str
     numel: int
@@ -180,18 +180,24 @@ class BucketExchange:
     def start(
         self, buffer: Tensor, residual: Tensor, step: int, bucket_name: str
     ) -> torch.futures.Future[Tensor]:
-        """Compresses `buffer`, begins the all-gather and returns the future of the decoded `buffer`."""
+        """Compresses `buffer`, begins the all-gather, returns the future of `buffer` decoded."""
         capacity = self.capacity()
         payload, gathered = self._buffers(capacity, buffer.device)
-        options = {
-            "step": step,
-            "scale": self.codec.scale,
-            "threshold_factor": self.codec.threshold_factor,
-        }
+        scale, factor = self.codec.scale, self.codec.threshold_factor
         began = time.perf_counter()
-        ops.compress(buffer, residual, self.table, payload, counters=self.counters, **options)
+        ops.compress(
+            buffer,
+            residual,
+            self.table,
+            payload,
+            step=step,
+            scale=scale,
+            threshold_factor=factor,
+            counters=self.counters,
+        )
         sent = time.perf_counter()
         work = dist.all_gather_into_tensor(gathered, payload, group=self.group, async_op=True)
+        assert work is not None
         self.exchanges += 1
         self.bytes_sent += capacity
         self.compress_seconds += sent - began
@@ -201,7 +207,9 @@ class BucketExchange:
             received = time.perf_counter()
             payloads = gathered.view(self.world_size, capacity)
             try:
-                ops.decompress(payloads, buffer, self.table, **options)
+                ops.decompress(
+                    payloads, buffer, self.table, step=step, scale=scale, threshold_factor=factor
+                )
             except RuntimeError as error:
                 raise RuntimeError(f"adacomp_hook: {bucket_name}: {error}") from None
             needed = payloads[:, _NEEDED_AT].view(torch.int64).max()

@@ -15,7 +15,7 @@ def adacomp_hook(
     """DDP hook: all-gathers AdaComp payloads and decodes their mean into the bucket.
 
     Register it with `ddp.register_comm_hook(AdaCompState(ddp), adacomp_hook)`. Per bucket and step
-    there is one all-gather of uint8. Before `start_iter` it is torch's `allreduce_hook`, bit for bit.
+    there is one all-gather of uint8; before `start_iter` torch's `allreduce_hook` runs instead.
 
     Raises RuntimeError or TypeError, before any collective, for a bucket that is sparse, of an
     unsupported dtype, or holds parameters that are not those of the state's DDP module.

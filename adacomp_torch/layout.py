@@ -1,4 +1,4 @@
-"""Layout tables: how a bucket is cut into parameters and bins, and which bin size a parameter gets."""
+"""Layout tables: how a bucket is cut into parameters and bins; the bin size of each parameter."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def make_layout(numels: Sequence[int], bin_sizes: Sequence[int | None]) -> Tenso
 
 
 def default_bin_size(name: str, parameter: Tensor, module: nn.Module) -> int | None:
-    """The paper's bin sizes (section 4): 50 for convolutions, 500 for fully connected, recurrent and
-    embedding weights; vectors 50, and fewer than 512 elements raw.
+    """The paper's bin sizes (section 4): 50 for convolutions, 500 for fully connected and recurrent
+    weights, here for embeddings too; 50 for vectors; and None (raw) below 512 elements.
     """
     if parameter.numel() < RAW_BELOW:
         return None
@@ -77,7 +77,7 @@ def bin_size_function(option: BinSizeOption, names: Sequence[str]) -> BinSizeFun
 
 
 def checked_bin_size(name: str, bin_size: object) -> int | None:
-    """Returns `bin_size` if it is None or an int the wire format allows; else raises, naming `name`."""
+    """Returns `bin_size` if it is None or an int the wire format allows; else raises by `name`."""
     if bin_size is None:
         return None
     if not isinstance(bin_size, int) or isinstance(bin_size, bool):
@@ -86,6 +86,7 @@ def checked_bin_size(name: str, bin_size: object) -> int | None:
         )
     if not 1 <= bin_size <= _C.max_bin_size:
         raise ValueError(
-            f"bin_size of {name!r}: expected 1 to {_C.max_bin_size}, or None for raw, got {bin_size}"
+            f"bin_size of {name!r}: expected 1 to {_C.max_bin_size}, or None for raw, "
+            f"got {bin_size}"
         )
     return bin_size

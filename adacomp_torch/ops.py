@@ -11,7 +11,8 @@ Shapes and dtypes, common to all functions:
 - `layout`: [segments, 4], int64, CPU. One row (bucket_offset, numel, bin_size, residual_offset) per
   parameter; rows tile `grad` in order; bin_size 0 and residual_offset -1 mean raw float32 values.
   `adacomp_torch.layout.make_layout` builds one.
-- `payload`: [capacity], uint8, 16-byte aligned; capacity a multiple of 16 from `fixed` to 2**32 - 16.
+- `payload`: [capacity], uint8, aligned to 16 bytes; capacity is a multiple of 16 from `fixed` (see
+  `payload_capacity`) to 2**32 - 16.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def decompress(
 ) -> None:
     """Overwrites `grad` with the mean of what the ranks sent; the paper's `unpack()`, Algorithm 2.
 
-    The sum is taken in float32 in rank order, divided by world_size and rounded once to the dtype of
-    `grad`: every rank gets the same bits.
+    The sum is taken in float32 in rank order, divided by world_size and rounded once to the dtype
+    of `grad`: every rank gets the same bits.
 
     Args:
         payloads: [world_size, capacity], uint8: what `compress` wrote on each rank.

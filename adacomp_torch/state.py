@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _C
+from . import _C, checkpoint
 from .agreement import agree
 from .exchange import BucketExchange, BucketParameter, Codec
 from .layout import BinSizeOption, bin_size_function, checked_bin_size, default_bin_size
@@ -21,7 +22,6 @@ from .ops import Scale, has_bin_scales
 from .version import __version__
 
 _SUPPORTED = (torch.float32, torch.float16, torch.bfloat16)
-_STATE_FORMAT = 1
 
 # DDP cannot say which state its hook has, and two states would each keep half of the truth.
 _states: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AdaCompState]] = (
@@ -37,16 +37,17 @@ class AdaCompState:
     Args:
         module: the DistributedDataParallel object; only weakly referenced.
         bin_size: elements per bin (L_T in the paper), 1 to 16,383. An int for all parameters of at
-            least 512 elements; or a mapping from name pattern (fnmatch, first match) to int or None;
-            or a function (name, parameter, owning module) -> int | None. None sends a parameter
-            raw. Default: 50 for convolutions, 500 for 2-D weights, 50 for vectors, raw below 512.
+            least 512 elements; or a mapping from name pattern (fnmatch, first match) to int or
+            None; or a function (name, parameter, owning module) -> int | None. None sends a
+            parameter raw. Default: see `default_bin_size`.
         scale: "layer" (the paper) or "bin" (one byte per bin: more bytes, less error per step).
         threshold_factor: soft threshold of H = G + (threshold_factor - 1) dW; finite, >= 1.
         start_iter: this many steps are dense (all-reduced) first.
         process_group: group of the exchange; None is the module's own.
 
     Raises:
-        TypeError: `module` is no DistributedDataParallel, or an option or parameter has a wrong type.
+        TypeError: `module` is no DistributedDataParallel, or an option or a parameter has a wrong
+            type.
         ValueError: an option is out of range, or the DDP object has a state already.
     """
 
@@ -62,8 +63,8 @@ class AdaCompState:
     ) -> None:
         if not isinstance(module, DistributedDataParallel):
             raise TypeError(
-                "module: expected a DistributedDataParallel object (the wrapped model, not the model "
-                f"itself), got {type(module).__name__}"
+                "module: expected a DistributedDataParallel object (the wrapped model, not the "
+                f"model itself), got {type(module).__name__}"
             )
         previous = _states.get(module)
         if previous is not None and previous() is not None:
@@ -135,9 +136,9 @@ class AdaCompState:
             )
         return module.process_group
 
-    def _begin(self, bucket: dist.GradBucket) -> BucketExchange:
+    def _begin(self, bucket: GradBucket) -> BucketExchange:
         """Everything that can fail, and the step count; only then may the hook communicate."""
-        if not isinstance(bucket, dist.GradBucket):
+        if not isinstance(bucket, GradBucket):
             raise TypeError(
                 f"bucket: expected a torch.distributed.GradBucket, got {type(bucket).__name__}; "
                 "compiled autograd is not supported"
@@ -178,8 +179,8 @@ class AdaCompState:
         return [self._parameters[name] for name in names]
 
     def _count_step(self, ids: tuple[int, ...]) -> None:
-        """A step begins when a bucket's first parameter comes again: neither bucket indices nor their
-        number tell, because DDP rebuilds buckets and may skip some."""
+        """A step begins when a bucket's first parameter comes again: neither bucket indices nor
+        their number tell, because DDP rebuilds buckets and may skip some."""
         if self._seen is None or ids[0] in self._seen:
             for exchange in self._exchanges.values():
                 if exchange.last_step < self._step:
@@ -221,8 +222,15 @@ class AdaCompState:
             return flat.as_strided(tensor.shape, tensor.stride())
         return flat
 
+    def _residual_views(self) -> dict[str, Tensor]:
+        return {
+            name: self.residual(name)
+            for name, entry in self._parameters.items()
+            if entry.bin_size is not None
+        }
+
     def check(self) -> None:
-        """Raises what a device found wrong since the last call. On the CPU the backward did already."""
+        """Raises what a device found wrong since the last call; on the CPU the backward did so."""
 
     def stats(self, *, per_parameter: bool = False) -> dict[str, Any]:
         """Counts of this rank since construction or `load_state_dict`.
@@ -258,12 +266,11 @@ class AdaCompState:
         if per_parameter:
             result["parameters"] = {
                 name: {
-                    "bin_size": entry.bin_size,
+                    "bin_size": self._parameters[name].bin_size,
                     **_per_bin(counts[name]),
-                    "residual_max": _abs_max(self.residual(name)),
+                    "residual_max": _abs_max(residual),
                 }
-                for name, entry in self._parameters.items()
-                if entry.bin_size is not None
+                for name, residual in self._residual_views().items()
             }
         return result
 
@@ -277,15 +284,11 @@ class AdaCompState:
         self.check()
         group = self._group()
         return {
-            "format": _STATE_FORMAT,
+            "format": checkpoint.FORMAT,
             "rank": dist.get_rank(group),
             "world_size": dist.get_world_size(group),
             "step": self._step + 1,
-            "residuals": {
-                name: self.residual(name).clone()
-                for name, entry in self._parameters.items()
-                if entry.bin_size is not None
-            },
+            "residuals": {name: view.clone() for name, view in self._residual_views().items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -299,13 +302,15 @@ class AdaCompState:
             RuntimeError: the ranks' options or steps differ, or another rank's state is wrong.
         """
         group = self._group()
-        error = self._mismatch(state_dict, group)
+        error = checkpoint.mismatch(
+            state_dict, self._residual_views(), dist.get_rank(group), dist.get_world_size(group)
+        )
         device = next(iter(self._residuals), torch.device("cpu"))
         fields = {
+            "what load_state_dict found wrong": error,  # first: it explains the others
             **self._fields(group),
             "step": None if error else state_dict["step"],
             "bin_size": {name: entry.bin_size for name, entry in self._parameters.items()},
-            "what load_state_dict found": error,
         }
         try:
             agree(fields, group, device)
@@ -326,75 +331,16 @@ class AdaCompState:
         self._seen = None
         self._exchanges.clear()
 
-    def _mismatch(self, state_dict: Mapping[str, Any], group: dist.ProcessGroup) -> str | None:
-        """One sentence on why `state_dict` cannot be loaded here, or None."""
-        expected = {
-            "format": _STATE_FORMAT,
-            "rank": dist.get_rank(group),
-            "world_size": dist.get_world_size(group),
-        }
-        merged = state_dict.get("rank", 0) is None
-        for key, value in expected.items():
-            if key != "format" and merged:
-                continue
-            if state_dict.get(key) != value:
-                hint = "; merge the ranks' states first" if key == "world_size" else ""
-                return f"state_dict: expected {key} {value}, got {state_dict.get(key)}{hint}"
-        step = state_dict.get("step")
-        if not isinstance(step, int) or step < 0:
-            return f"state_dict: expected step as an int >= 0, got {step!r}"
-        shapes = {
-            name: tuple(self.residual(name).shape)
-            for name, entry in self._parameters.items()
-            if entry.bin_size is not None
-        }
-        saved = {name: tuple(r.shape) for name, r in state_dict.get("residuals", {}).items()}
-        for name in sorted(shapes.keys() | saved.keys()):
-            if shapes.get(name) != saved.get(name):
-                return (
-                    f"state_dict: expected residual {name!r} of shape {shapes.get(name)}, "
-                    f"got {saved.get(name)}"
-                )
-        for name, residual in state_dict["residuals"].items():
-            if residual.dtype != torch.float32 or not bool(torch.isfinite(residual).all()):
-                return f"state_dict: expected finite float32 values in residual {name!r}"
-        return None
-
     @staticmethod
     def merge_state_dicts(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state for another world size, from the states of all ranks of a run.
 
         Every rank of the new run loads it. Residuals are means over the ranks (in float64, rounded
-        once), so that what all ranks together still owe the parameters is the same as before.
+        once), so that what all ranks together still owe each parameter stays the same.
 
         Raises ValueError if the list is not exactly the ranks 0 to world_size - 1 of one step.
         """
-        ranks = [saved["rank"] for saved in state_dicts]
-        sizes = {saved["world_size"] for saved in state_dicts}
-        if not ranks or sizes != {len(ranks)} or sorted(ranks) != list(range(len(ranks))):
-            raise ValueError(
-                f"state_dicts: expected one of each rank, got ranks {ranks} of world sizes "
-                f"{sorted(sizes)}"
-            )
-        steps = {saved["step"] for saved in state_dicts}
-        if len(steps) != 1:
-            raise ValueError(f"state_dicts: expected one step, got {sorted(steps)}")
-        names = [set(saved["residuals"]) for saved in state_dicts]
-        if any(other != names[0] for other in names):
-            odd = sorted(set.union(*names) - set.intersection(*names))
-            raise ValueError(f"state_dicts: expected the same parameters, got {odd} in some only")
-        return {
-            "format": _STATE_FORMAT,
-            "rank": None,
-            "world_size": None,
-            "step": steps.pop(),
-            "residuals": {
-                name: torch.stack([saved["residuals"][name].double() for saved in state_dicts])
-                .mean(0)
-                .float()
-                for name in state_dicts[0]["residuals"]
-            },
-        }
+        return checkpoint.merge(state_dicts)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -1,11 +1,12 @@
-// The rules of AdaComp per element, bin and segment, for host and device (arXiv 1712.02679, section 3).
+// The rules of AdaComp per element, bin and segment, for host and device (arXiv 1712.02679, section
+// 3).
 //
 //   G = residual + dW                          accumulated gradient            (sum_gradient)
 //   H = G + (factor - 1) dW                    soft-threshold probe            (probe)
 //   g_max = max |G| over a bin                                                 (by bits: abs_bits)
 //   send iff g_max > 0, |H| >= g_max, G != 0                                   (selects)
-//   s = mean of g_max over a segment's bins, or one byte per bin               (segment_scale, bin_code)
-//   residual = G - sign(G) s if sent, else G                                   (corrected)
+//   s = mean of g_max over a segment's bins, or one byte per bin               (segment_scale,
+//   bin_code) residual = G - sign(G) s if sent, else G (corrected)
 //
 // The same input must give the same bits everywhere, so nothing here may be contracted to an FMA
 // (-ffp-contract=off, nvcc -fmad=false) or re-associated.
@@ -41,7 +42,8 @@ ADACOMP_HD inline bool finite_bits(uint32_t abs_bits) {
   return abs_bits < kInfinityBits;
 }
 
-// ---- gradient dtypes: storage type <-> float32, to nearest even ------------------------------------
+// ---- gradient dtypes: storage type <-> float32, to nearest even
+// ------------------------------------
 
 struct Half {
   uint16_t bits;
@@ -58,7 +60,8 @@ ADACOMP_HD inline float to_float(BFloat16 x) {
   return bits_float(uint32_t{x.bits} << 16);
 }
 
-// Subnormals go through an integer conversion, so that flush-to-zero modes do not change the result.
+// Subnormals go through an integer conversion, so that flush-to-zero modes do not change the
+// result.
 ADACOMP_HD inline float to_float(Half x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
@@ -68,8 +71,8 @@ ADACOMP_HD inline float to_float(Half x) {
   return bits_float(sign | bits);
 }
 
-// Conversions of decoded values. A NaN becomes the dtype's canonical NaN, so that every rank and device
-// writes the same bits.
+// Conversions of decoded values. A NaN becomes the dtype's canonical NaN, so that every rank and
+// device writes the same bits.
 template <typename T>
 ADACOMP_HD inline T from_float(float x);
 
@@ -89,7 +92,8 @@ template <>
 ADACOMP_HD inline Half from_float<Half>(float x) {
   const uint32_t sign = float_bits(x) >> 16 & 0x8000u;
   const uint32_t magnitude = abs_bits(x);
-  // Adding 0.5 leaves exactly the 10 mantissa bits of a subnormal half at the bottom, rounded to even.
+  // Adding 0.5 leaves exactly the 10 mantissa bits of a subnormal half at the bottom, rounded to
+  // even.
   const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
   uint32_t bits = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14
@@ -120,7 +124,8 @@ ADACOMP_HD inline float representable(float scale, GradType type) {
   }
 }
 
-// ---- selection -------------------------------------------------------------------------------------
+// ---- selection
+// -------------------------------------------------------------------------------------
 
 ADACOMP_HD inline float sum_gradient(float residual, float grad) {
   return residual + grad;
@@ -145,9 +150,11 @@ ADACOMP_HD inline float corrected(float g, float scale, bool negative) {
   return g - signed_scale(scale, negative);
 }
 
-// ---- scales ----------------------------------------------------------------------------------------
+// ---- scales
+// ----------------------------------------------------------------------------------------
 
-// One byte per bin: two steps per octave, from 2^-100 to 2^28; the rounding error stays in the residual.
+// One byte per bin: two steps per octave, from 2^-100 to 2^28; the rounding error stays in the
+// residual.
 ADACOMP_HD inline uint32_t bin_code(float g_max) {
   const int32_t code = static_cast<int32_t>(float_bits(g_max) >> 22) - 54;
   return static_cast<uint32_t>(code < 1 ? 1 : code > 255 ? 255 : code);
@@ -162,9 +169,9 @@ ADACOMP_HD inline float segment_scale(double sum_of_g_max, int64_t bins, GradTyp
   return representable(static_cast<float>(sum_of_g_max / static_cast<double>(bins)), type);
 }
 
-// The only sum of the method, in one order for all thread counts, vector widths and devices: lane l of 32
-// adds the terms l, l + 32, ..., then lanes are added pairwise at distance 16, 8, 4, 2, 1. Used for the
-// bins of a chunk and again for the chunks of a segment.
+// The only sum of the method, in one order for all thread counts, vector widths and devices: lane l
+// of 32 adds the terms l, l + 32, ..., then lanes are added pairwise at distance 16, 8, 4, 2, 1.
+// Used for the bins of a chunk and again for the chunks of a segment.
 class LaneSum {
  public:
   static constexpr int kLanes = 32;

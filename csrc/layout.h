@@ -1,5 +1,5 @@
-// Derived tables of a layout: where each chunk and each raw value lies. Host only; built per call in
-// O(segments).
+// Derived tables of a layout: where each chunk and each raw value lies. Host only; built per call
+// in O(segments).
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,9 @@ class Layout {
   int64_t segments() const { return static_cast<int64_t>(first_chunk_.size()) - 1; }
   int64_t chunks() const { return first_chunk_.back(); }
   int64_t elements() const {
-    return segments() == 0 ? 0 : segments_[segments() - 1].bucket_offset + segments_[segments() - 1].numel;
+    return segments() == 0
+               ? 0
+               : segments_[segments() - 1].bucket_offset + segments_[segments() - 1].numel;
   }
   int64_t raw_elements() const { return first_raw_.back(); }
   const Segment& segment(int64_t i) const { return segments_[i]; }

@@ -3,10 +3,10 @@
 // Ops (the CPU kernels are in cpu/ops.cpp; docstrings and fake kernels in adacomp_torch/ops.py):
 //   grad       1-D float32, float16 or bfloat16: one bucket
 //   residual   1-D float32: residuals of all parameters
-//   layout     int64 [segments, 4] on the CPU: bucket_offset, numel, bin_size (0: raw), residual_offset
-//   payload    uint8 [capacity]; payloads: uint8 [world_size, capacity]
-//   counters   int64 [segments, 2]: entries sent and chunks dropped are added
-//   status     int64 [1]: receives the first fault of a malformed payload
+//   layout     int64 [segments, 4] on the CPU: bucket_offset, numel, bin_size (0: raw),
+//   residual_offset payload    uint8 [capacity]; payloads: uint8 [world_size, capacity] counters
+//   int64 [segments, 2]: entries sent and chunks dropped are added status     int64 [1]: receives
+//   the first fault of a malformed payload
 #include <ATen/Version.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -22,7 +22,8 @@ namespace py = pybind11;
 TORCH_LIBRARY(adacomp, m) {
   m.def("payload_capacity(Tensor layout, bool bin_scales) -> Tensor");
   m.def(
-      "compress(Tensor grad, Tensor(a!) residual, Tensor layout, Tensor(b!) payload, Tensor(c!)? counters, "
+      "compress(Tensor grad, Tensor(a!) residual, Tensor layout, Tensor(b!) payload, Tensor(c!)? "
+      "counters, "
       "int step, bool bin_scales, float threshold_factor) -> ()");
   m.def(
       "decompress(Tensor payloads, Tensor(a!) grad, Tensor layout, Tensor(b!) status, int step, "
@@ -32,18 +33,19 @@ TORCH_LIBRARY(adacomp, m) {
 namespace {
 
 void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
-  TORCH_CHECK(false, op.schema().name(),
-              ": expected CPU tensors, because adacomp_torch was built without CUDA, got a CUDA tensor");
+  TORCH_CHECK(
+      false, op.schema().name(),
+      ": expected CPU tensors, because adacomp_torch was built without CUDA, got a CUDA tensor");
 }
 
 py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tensor>& layout) {
   TORCH_CHECK(payload.scalar_type() == at::kByte && payload.dim() == 1 && payload.is_contiguous() &&
                   payload.device().is_cpu(),
-              "payload: expected a 1-D contiguous uint8 tensor on the CPU, got ", payload.scalar_type(),
-              " of sizes ", payload.sizes(), " on ", payload.device());
+              "payload: expected a 1-D contiguous uint8 tensor on the CPU, got ",
+              payload.scalar_type(), " of sizes ", payload.sizes(), " on ", payload.device());
   const auto size = static_cast<size_t>(payload.numel());
-  TORCH_CHECK(size >= sizeof(adacomp::Header), "payload: expected at least ", sizeof(adacomp::Header),
-              " bytes, got ", size);
+  TORCH_CHECK(size >= sizeof(adacomp::Header), "payload: expected at least ",
+              sizeof(adacomp::Header), " bytes, got ", size);
   const auto* bytes = payload.const_data_ptr<uint8_t>();
   adacomp::Header header;
   std::memcpy(&header, bytes, sizeof header);
@@ -58,8 +60,8 @@ py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tens
   if (!layout) return result;
   const adacomp::Layout checked = adacomp::checked_layout(*layout);
   const adacomp::Offsets offsets = checked.offsets();
-  TORCH_CHECK(static_cast<int64_t>(size) >= offsets.entries, "payload: expected at least the layout's ",
-              offsets.entries, " bytes, got ", size);
+  TORCH_CHECK(static_cast<int64_t>(size) >= offsets.entries,
+              "payload: expected at least the layout's ", offsets.entries, " bytes, got ", size);
   std::vector<float> scales(checked.segments());
   std::vector<uint32_t> table(checked.chunks() + 1);
   std::memcpy(scales.data(), bytes + offsets.scales, 4 * scales.size());
@@ -96,7 +98,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("inspect_payload", &inspect_payload, py::arg("payload"), py::arg("layout") = py::none());
   m.def(
       "layout_hash",
-      [](const at::Tensor& layout, const at::Tensor& grad, bool bin_scales, double threshold_factor) {
+      [](const at::Tensor& layout, const at::Tensor& grad, bool bin_scales,
+         double threshold_factor) {
         const adacomp::Layout checked = adacomp::checked_layout(layout);
         return checked.hash(adacomp::checked_codec(grad, checked, 0, bin_scales, threshold_factor));
       },

@@ -14,32 +14,38 @@ namespace {
 constexpr int64_t kMaxElements = int64_t{1} << 48;
 
 void check_segment(const Segment& s, int64_t i, int64_t expected_offset) {
-  TORCH_CHECK(s.bucket_offset == expected_offset, "layout: expected segment ", i, " at bucket_offset ",
-              expected_offset, ", got ", s.bucket_offset);
+  TORCH_CHECK(s.bucket_offset == expected_offset, "layout: expected segment ", i,
+              " at bucket_offset ", expected_offset, ", got ", s.bucket_offset);
   TORCH_CHECK(s.numel >= 0 && s.numel <= kMaxElements - expected_offset,
-              "layout: expected numel of segment ", i, " from 0 to ", kMaxElements - expected_offset,
-              ", got ", s.numel);
-  TORCH_CHECK(s.bin_size >= 0 && s.bin_size <= kMaxBinSize, "layout: expected bin_size of segment ", i,
-              " from 1 to ", kMaxBinSize, ", or 0 for raw values, got ", s.bin_size);
+              "layout: expected numel of segment ", i, " from 0 to ",
+              kMaxElements - expected_offset, ", got ", s.numel);
+  TORCH_CHECK(s.bin_size >= 0 && s.bin_size <= kMaxBinSize, "layout: expected bin_size of segment ",
+              i, " from 1 to ", kMaxBinSize, ", or 0 for raw values, got ", s.bin_size);
   TORCH_CHECK(s.is_raw() ? s.residual_offset == -1 : s.residual_offset >= 0,
               "layout: expected residual_offset of segment ", i, s.is_raw() ? " to be -1" : " >= 0",
               ", got ", s.residual_offset);
 }
 
 void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& grad) {
-  TORCH_CHECK(tensor.device() == grad.device(), name, ": expected grad's device ", grad.device(), ", got ",
-              tensor.device());
+  TORCH_CHECK(tensor.device() == grad.device(), name, ": expected grad's device ", grad.device(),
+              ", got ", tensor.device());
 }
 
 }  // namespace
+
+void check_distinct(const char* name, const at::Tensor& tensor, const char* other_name,
+                    const at::Tensor& other) {
+  TORCH_CHECK(at::get_overlap_status(tensor, other) == at::MemOverlapStatus::No, name,
+              ": expected memory of its own, got an overlap with ", other_name);
+}
 
 Layout checked_layout(const at::Tensor& layout) {
   TORCH_CHECK(layout.scalar_type() == at::kLong, "layout: expected dtype int64, got ",
               layout.scalar_type());
   TORCH_CHECK(layout.device().is_cpu(), "layout: expected device cpu, got ", layout.device());
   TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4 && layout.is_contiguous(),
-              "layout: expected a contiguous [segments, 4] tensor, got sizes ", layout.sizes(), " strides ",
-              layout.strides());
+              "layout: expected a contiguous [segments, 4] tensor, got sizes ", layout.sizes(),
+              " strides ", layout.strides());
   const auto* segments = reinterpret_cast<const Segment*>(layout.const_data_ptr<int64_t>());
   int64_t end = 0;
   for (int64_t i = 0; i < layout.size(0); ++i) {
@@ -47,8 +53,8 @@ Layout checked_layout(const at::Tensor& layout) {
     end += segments[i].numel;
   }
   Layout result(segments, layout.size(0));
-  TORCH_CHECK(result.fixed_bytes() <= kMaxPayloadBytes, "layout: expected at most ", kMaxPayloadBytes,
-              " bytes before the entries, got ", result.fixed_bytes());
+  TORCH_CHECK(result.fixed_bytes() <= kMaxPayloadBytes, "layout: expected at most ",
+              kMaxPayloadBytes, " bytes before the entries, got ", result.fixed_bytes());
   return result;
 }
 
@@ -57,8 +63,9 @@ Codec checked_codec(const at::Tensor& grad, const Layout& layout, int64_t step, 
   const auto dtype = grad.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
               "grad: expected dtype float32, float16 or bfloat16, got ", dtype);
-  TORCH_CHECK(grad.dim() == 1 && grad.is_contiguous(), "grad: expected a 1-D contiguous tensor, got sizes ",
-              grad.sizes(), " strides ", grad.strides());
+  TORCH_CHECK(grad.dim() == 1 && grad.is_contiguous(),
+              "grad: expected a 1-D contiguous tensor, got sizes ", grad.sizes(), " strides ",
+              grad.strides());
   TORCH_CHECK(grad.numel() == layout.elements(), "grad: expected the layout's ", layout.elements(),
               " elements, got ", grad.numel());
   TORCH_CHECK(step >= 0, "step: expected >= 0, got ", step);
@@ -76,9 +83,9 @@ void check_residual(const at::Tensor& residual, const at::Tensor& grad, const La
   TORCH_CHECK(residual.scalar_type() == at::kFloat, "residual: expected dtype float32, got ",
               residual.scalar_type());
   TORCH_CHECK(residual.dim() == 1 && residual.is_contiguous(),
-              "residual: expected a 1-D contiguous tensor, got sizes ", residual.sizes(), " strides ",
-              residual.strides());
-  at::assert_no_overlap(residual, grad);
+              "residual: expected a 1-D contiguous tensor, got sizes ", residual.sizes(),
+              " strides ", residual.strides());
+  check_distinct("residual", residual, "grad", grad);
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int64_t i = 0; i < layout.segments(); ++i) {
     const Segment& s = layout.segment(i);
@@ -96,31 +103,32 @@ void check_residual(const at::Tensor& residual, const at::Tensor& grad, const La
   }
 }
 
-void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims, const at::Tensor& grad,
-                    const Layout& layout) {
+void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
+                    const at::Tensor& grad, const Layout& layout) {
   check_device(name, payloads, grad);
   TORCH_CHECK(payloads.scalar_type() == at::kByte, name, ": expected dtype uint8, got ",
               payloads.scalar_type());
-  TORCH_CHECK(payloads.dim() == dims && payloads.is_contiguous(), name, ": expected a contiguous ", dims,
-              "-D tensor, got sizes ", payloads.sizes(), " strides ", payloads.strides());
+  TORCH_CHECK(payloads.dim() == dims && payloads.is_contiguous(), name, ": expected a contiguous ",
+              dims, "-D tensor, got sizes ", payloads.sizes(), " strides ", payloads.strides());
   const int64_t capacity = payloads.size(-1);
   TORCH_CHECK(capacity >= layout.fixed_bytes() && capacity <= kMaxPayloadBytes, name,
-              ": expected a capacity from ", layout.fixed_bytes(), " to ", kMaxPayloadBytes, " bytes, got ",
-              capacity);
-  TORCH_CHECK(capacity % kAlignment == 0, name, ": expected a capacity that is a multiple of ", kAlignment,
-              ", got ", capacity);
+              ": expected a capacity from ", layout.fixed_bytes(), " to ", kMaxPayloadBytes,
+              " bytes, got ", capacity);
+  TORCH_CHECK(capacity % kAlignment == 0, name, ": expected a capacity that is a multiple of ",
+              kAlignment, ", got ", capacity);
   const auto address = reinterpret_cast<uintptr_t>(payloads.const_data_ptr());
   TORCH_CHECK(address % kAlignment == 0, name, ": expected memory aligned to ", kAlignment,
               " bytes, got an address that is ", address % kAlignment, " past it");
-  at::assert_no_overlap(payloads, grad);
+  check_distinct(name, payloads, "grad", grad);
 }
 
 void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
                  const at::Tensor& grad) {
   check_device(name, tensor, grad);
-  TORCH_CHECK(tensor.scalar_type() == at::kLong && tensor.sizes() == sizes && tensor.is_contiguous(), name,
-              ": expected a contiguous int64 tensor of sizes ", sizes, ", got ", tensor.scalar_type(),
-              " of sizes ", tensor.sizes());
+  TORCH_CHECK(
+      tensor.scalar_type() == at::kLong && tensor.sizes() == sizes && tensor.is_contiguous(), name,
+      ": expected a contiguous int64 tensor of sizes ", sizes, ", got ", tensor.scalar_type(),
+      " of sizes ", tensor.sizes());
 }
 
 }  // namespace adacomp

@@ -1,5 +1,5 @@
-// Argument checks of the ops, the same for every device. Each throws one sentence: name, expected, actual.
-// All run before anything is written.
+// Argument checks of the ops, the same for every device. Each throws one sentence: name, expected,
+// actual. All run before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,24 +8,30 @@
 
 namespace adacomp {
 
-// The rows of `layout` (int64 [segments, 4], contiguous, CPU), which tile their bucket; they must outlive
-// it.
+// The rows of `layout` (int64 [segments, 4], contiguous, CPU), which tile their bucket; they must
+// outlive it.
 Layout checked_layout(const at::Tensor& layout);
 
-// Checks that the layout covers `grad` (1-D, contiguous, float32/float16/bfloat16); returns the codec.
+// Checks that the layout covers `grad` (1-D, contiguous, float32/float16/bfloat16); returns the
+// codec.
 Codec checked_codec(const at::Tensor& grad, const Layout& layout, int64_t step, bool bin_scales,
                     double threshold_factor);
 
-// residual: float32, 1-D, contiguous, on grad's device, distinct memory; segments' ranges lie in it,
-// disjoint.
+// residual: float32, 1-D, contiguous, on grad's device, distinct memory; segments' ranges lie in
+// it, disjoint.
 void check_residual(const at::Tensor& residual, const at::Tensor& grad, const Layout& layout);
 
-// payloads: uint8, contiguous, on grad's device, `dims`-D; its last dimension is a capacity the layout
-// allows.
-void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims, const at::Tensor& grad,
-                    const Layout& layout);
+// payloads: uint8, contiguous, on grad's device, `dims`-D; its last dimension is a capacity the
+// layout allows.
+void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
+                    const at::Tensor& grad, const Layout& layout);
+
+// Two contiguous tensors of which one is written share no memory.
+void check_distinct(const char* name, const at::Tensor& tensor, const char* other_name,
+                    const at::Tensor& other);
 
 // counters or status: int64, contiguous, on grad's device, of the given sizes.
-void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes, const at::Tensor& grad);
+void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
+                 const at::Tensor& grad);
 
 }  // namespace adacomp

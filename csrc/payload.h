@@ -2,8 +2,9 @@
 //
 //   header | scales | chunk table | raw values | entries | zeros up to the capacity
 //
-// Little endian; every part starts at a multiple of 16 bytes. "fixed" bytes are all parts before the
-// entries: they depend on the layout alone. docs/wire-format.md describes each field for readers.
+// Little endian; every part starts at a multiple of 16 bytes. "fixed" bytes are all parts before
+// the entries: they depend on the layout alone. docs/wire-format.md describes each field for
+// readers.
 #pragma once
 
 #include <cstddef>
@@ -111,7 +112,8 @@ ADACOMP_HD constexpr bool entry_last(uint32_t entry) {
 }
 constexpr uint32_t kLastInBin = 1;
 
-// "This bin sends nothing" (layer scales; with bin scales the code 0 says it): all-ones index, last.
+// "This bin sends nothing" (layer scales; with bin scales the code 0 says it): all-ones index,
+// last.
 ADACOMP_HD constexpr uint32_t nothing_entry(int64_t entry_bytes) {
   return entry_bytes == 1 ? 0xFD : 0xFFFD;
 }
@@ -124,7 +126,8 @@ struct Offsets {
   int64_t entries;  // = fixed bytes
 };
 
-ADACOMP_HD constexpr Offsets payload_offsets(int64_t segments, int64_t chunks, int64_t raw_elements) {
+ADACOMP_HD constexpr Offsets payload_offsets(int64_t segments, int64_t chunks,
+                                             int64_t raw_elements) {
   Offsets o{};
   o.scales = sizeof(Header);
   o.table = o.scales + align_up(4 * segments);
@@ -133,7 +136,8 @@ ADACOMP_HD constexpr Offsets payload_offsets(int64_t segments, int64_t chunks, i
   return o;
 }
 
-// Where admission starts when the entries do not fit: another chunk every step, so that none starves.
+// Where admission starts when the entries do not fit: another chunk every step, so that none
+// starves.
 ADACOMP_HD constexpr int64_t first_admitted_chunk(int64_t step, int64_t chunks) {
   const auto hashed = static_cast<uint32_t>(static_cast<uint64_t>(step) * 2654435761u);
   return static_cast<int64_t>(hashed * static_cast<uint64_t>(chunks) >> 32);
@@ -179,8 +183,8 @@ inline const char* field_name(Field field) {
   return kNames[static_cast<uint8_t>(field)];
 }
 
-// Status word of a decode: 0, or the first fault in the order (rank, field, place). `place` is the segment
-// of a scale, the chunk of an entry fault, otherwise 0.
+// Status word of a decode: 0, or the first fault in the order (rank, field, place). `place` is the
+// segment of a scale, the chunk of an entry fault, otherwise 0.
 ADACOMP_HD constexpr int64_t make_status(int64_t rank, Field field, int64_t place) {
   return rank << 40 | static_cast<int64_t>(field) << 32 | place;
 }

@@ -17,8 +17,8 @@ struct BinSummary {
   uint32_t gradient_bits;  // 0 iff all dW are zero
 };
 
-ADACOMP_MULTIARCH BinSummary summarize(const float* __restrict residual, const float* __restrict grad,
-                                       int64_t n) {
+ADACOMP_MULTIARCH BinSummary summarize(const float* __restrict residual,
+                                       const float* __restrict grad, int64_t n) {
   uint32_t g_max = 0;
   uint32_t gradient = 0;
   for (int64_t j = 0; j < n; ++j) {
@@ -29,7 +29,8 @@ ADACOMP_MULTIARCH BinSummary summarize(const float* __restrict residual, const f
   return {g_max, gradient};
 }
 
-ADACOMP_MULTIARCH void accumulate(float* __restrict residual, const float* __restrict grad, int64_t n) {
+ADACOMP_MULTIARCH void accumulate(float* __restrict residual, const float* __restrict grad,
+                                  int64_t n) {
   for (int64_t j = 0; j < n; ++j) residual[j] = sum_gradient(residual[j], grad[j]);
 }
 
@@ -41,9 +42,9 @@ void accumulate_finite(float* __restrict residual, const float* __restrict grad,
 }
 
 // residual = G, selected[j] = 1 where the element is sent.
-ADACOMP_MULTIARCH void accumulate_and_select(float* __restrict residual, const float* __restrict grad,
-                                             int64_t n, float g_max, float weight,
-                                             uint8_t* __restrict selected) {
+ADACOMP_MULTIARCH void accumulate_and_select(float* __restrict residual,
+                                             const float* __restrict grad, int64_t n, float g_max,
+                                             float weight, uint8_t* __restrict selected) {
   for (int64_t j = 0; j < n; ++j) {
     const float g = sum_gradient(residual[j], grad[j]);
     residual[j] = g;
@@ -62,8 +63,8 @@ uint64_t bit_mask(const uint8_t* selected) {
   return mask;
 }
 
-// Packs the selected elements of a bin in index order; reads selected[0, n rounded up to 64), whose tail is
-// 0.
+// Packs the selected elements of a bin in index order; reads selected[0, n rounded up to 64), whose
+// tail is 0.
 template <typename Entry>
 Entry* pack(const uint8_t* selected, const float* g, int64_t n, Entry* out) {
   for (int64_t j = 0; j < n; j += kSelectedBlock) {
@@ -78,7 +79,8 @@ Entry* pack(const uint8_t* selected, const float* g, int64_t n, Entry* out) {
 }  // namespace
 
 Compressor::Compressor(const Layout& layout, const Codec& codec, const void* grad, float* residual,
-                       uint8_t* payload, int64_t capacity, int64_t step, int64_t* counters, int64_t tasks)
+                       uint8_t* payload, int64_t capacity, int64_t step, int64_t* counters,
+                       int64_t tasks)
     : layout_(layout),
       codec_(codec),
       grad_(grad),
@@ -108,8 +110,9 @@ void Compressor::select_chunk(int64_t index, std::vector<uint8_t>& staged) {
   thread_local std::vector<uint8_t> range;
   converted.resize(chunk.elements);
   range.resize(worst_range_bytes(chunk.elements, chunk.bins, segment.bin_size, codec_.bin_scales));
-  const float* grad = load_gradient(grad_, codec_.grad_type, segment.bucket_offset + chunk.first_element,
-                                    chunk.elements, converted.data());
+  const float* grad =
+      load_gradient(grad_, codec_.grad_type, segment.bucket_offset + chunk.first_element,
+                    chunk.elements, converted.data());
   float* residual = residual_ + segment.residual_offset + chunk.first_element;
   ChunkResult& result = results_[index];
   result.staged = static_cast<int64_t>(staged.size());
@@ -121,8 +124,8 @@ void Compressor::select_chunk(int64_t index, std::vector<uint8_t>& staged) {
 
 // Returns the bytes of the range.
 template <typename Entry>
-int64_t Compressor::pack_bins(const Chunk& chunk, float* residual, const float* grad, ChunkResult& result,
-                              uint8_t* range) const {
+int64_t Compressor::pack_bins(const Chunk& chunk, float* residual, const float* grad,
+                              ChunkResult& result, uint8_t* range) const {
   const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
   const float weight = codec_.threshold_factor - 1.0f;
   const int64_t codes = codes_bytes(chunk.bins, codec_.bin_scales);
@@ -143,9 +146,9 @@ int64_t Compressor::pack_bins(const Chunk& chunk, float* residual, const float* 
     const float g_max = bits_float(bin.g_max_bits);
     sum.add(g_max);
     const uint32_t code = codec_.bin_scales ? bin_code(g_max) : 0;
-    const bool silent =
-        bin.g_max_bits == 0 ||
-        (codec_.bin_scales && (bin.gradient_bits == 0 || bin_scale(code, codec_.grad_type) == 0.0f));
+    const bool silent = bin.g_max_bits == 0 ||
+                        (codec_.bin_scales &&
+                         (bin.gradient_bits == 0 || bin_scale(code, codec_.grad_type) == 0.0f));
     Entry* const first = out;
     if (silent) {
       accumulate(residual + j, grad + j, n);
@@ -271,8 +274,10 @@ template <typename Entry>
 void Compressor::correct(const Chunk& chunk, const uint8_t* range, int64_t entries, float scale,
                          float* residual) const {
   const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
-  const auto* entry = reinterpret_cast<const Entry*>(range + codes_bytes(chunk.bins, codec_.bin_scales));
-  // A loop over entries, not over bins: the number in a bin is hard to predict for the processor too.
+  const auto* entry =
+      reinterpret_cast<const Entry*>(range + codes_bytes(chunk.bins, codec_.bin_scales));
+  // A loop over entries, not over bins: the number in a bin is hard to predict for the processor
+  // too.
   const uint8_t* code = range;
   while (entries > 0) {
     if (codec_.bin_scales) {

@@ -1,11 +1,13 @@
 // Compression of one bucket on the CPU. Torch-free: raw pointers in, the caller brings the threads.
 //
-// 1. select()    per task, in parallel: residual = G; bin maxima; entries staged, with no scale known yet
+// 1. select()    per task, in parallel: residual = G; bin maxima; entries staged, with no scale
+// known yet
 // 2. assemble()  once: scales, admission, everything of the payload but entries and raw values
 // 3. commit()    per task, in parallel: entries into the payload, sign(G) s off the residual
 // copy_raw() may run at any time.
 //
-// With the layer scale 3 needs the mean over the whole segment, so that 1 cannot correct the residual.
+// With the layer scale 3 needs the mean over the whole segment, so that 1 cannot correct the
+// residual.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +20,11 @@ namespace adacomp::cpu {
 
 class Compressor {
  public:
-  // grad: layout's elements of codec.grad_type. residual: float32, updated. payload: `capacity` bytes, all
-  // written. counters: null, or int64 [segments, 2] to which entries sent and chunks dropped are added.
-  Compressor(const Layout& layout, const Codec& codec, const void* grad, float* residual, uint8_t* payload,
-             int64_t capacity, int64_t step, int64_t* counters, int64_t tasks);
+  // grad: layout's elements of codec.grad_type. residual: float32, updated. payload: `capacity`
+  // bytes, all written. counters: null, or int64 [segments, 2] to which entries sent and chunks
+  // dropped are added.
+  Compressor(const Layout& layout, const Codec& codec, const void* grad, float* residual,
+             uint8_t* payload, int64_t capacity, int64_t step, int64_t* counters, int64_t tasks);
 
   void select(int64_t task);
   void assemble();
@@ -61,7 +64,8 @@ class Compressor {
   int64_t* counters_;
   const Offsets offsets_;
   std::vector<ChunkResult> results_;
-  std::vector<std::vector<uint8_t>> staged_;  // per task: the ranges of its chunks, one after the other
+  std::vector<std::vector<uint8_t>>
+      staged_;  // per task: the ranges of its chunks, one after the other
 };
 
 }  // namespace adacomp::cpu

@@ -96,7 +96,8 @@ bool Decompressor::check_header(int64_t rank) {
   return field == Field::kNone;
 }
 
-// A scale is NaN, 0 or positive and finite; 1 is the only positive one with bin scales, 0 the only raw one.
+// A scale is NaN, 0 or positive and finite; 1 is the only positive one with bin scales, 0 the only
+// raw one.
 bool Decompressor::check_scales(int64_t rank) {
   for (int64_t i = 0; i < layout_.segments(); ++i) {
     const uint32_t bits = float_bits(scales(rank)[i]);
@@ -109,8 +110,8 @@ bool Decompressor::check_scales(int64_t rank) {
   return true;
 }
 
-// Offsets start at 0, never decrease, are even, and end at `used`; segments without a scale have empty
-// ranges.
+// Offsets start at 0, never decrease, are even, and end at `used`; segments without a scale have
+// empty ranges.
 bool Decompressor::check_table(int64_t rank) {
   const uint32_t* const offset = table(rank);
   const auto used = static_cast<int64_t>(header_of(payload(rank)).used_bytes);
@@ -169,12 +170,13 @@ void Decompressor::decode_chunk(int64_t index, float* sums) {
   if (non_finite) {
     cpu::fill_nan(grad_, codec_.grad_type, target, chunk.elements);
   } else {
-    store_quotient(grad_, codec_.grad_type, target, chunk.elements, sums, static_cast<float>(world_size_));
+    store_quotient(grad_, codec_.grad_type, target, chunk.elements, sums,
+                   static_cast<float>(world_size_));
   }
 }
 
-// Adds what one rank sent of a chunk to `sums`; reads only range[0, bytes) and writes only the chunk's
-// elements, whatever the bytes are.
+// Adds what one rank sent of a chunk to `sums`; reads only range[0, bytes) and writes only the
+// chunk's elements, whatever the bytes are.
 template <typename Entry>
 Field Decompressor::add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale,
                               float* sums) const {
@@ -184,7 +186,8 @@ Field Decompressor::add_range(const Chunk& chunk, const uint8_t* range, int64_t 
   if (!all_zero(range, codec_.bin_scales ? chunk.bins : 0, codes)) return Field::kPadding;
   const auto* entry = reinterpret_cast<const Entry*>(range + codes);
   const auto* const end = entry + (bytes - codes) / static_cast<int64_t>(sizeof(Entry));
-  // A loop over entries, not over bins: the number in a bin is hard to predict for the processor too.
+  // A loop over entries, not over bins: the number in a bin is hard to predict for the processor
+  // too.
   int64_t b = 0;
   int64_t j = 0;          // first element of bin b
   int64_t previous = -1;  // index of the entry before in bin b
@@ -225,10 +228,12 @@ void Decompressor::decode_raw(int64_t begin, int64_t end) {
       const int64_t n = std::min(kRun, length - done);
       std::memset(sums, 0, sizeof sums);
       for (int64_t rank = 0; rank < world_size_; ++rank) {
-        const auto* raw = reinterpret_cast<const float*>(payload(rank) + offsets_.raw) + source + done;
+        const auto* raw =
+            reinterpret_cast<const float*>(payload(rank) + offsets_.raw) + source + done;
         for (int64_t j = 0; j < n; ++j) sums[j] += raw[j];
       }
-      store_quotient(grad_, codec_.grad_type, target + done, n, sums, static_cast<float>(world_size_));
+      store_quotient(grad_, codec_.grad_type, target + done, n, sums,
+                     static_cast<float>(world_size_));
     }
   });
 }

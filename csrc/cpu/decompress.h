@@ -1,4 +1,5 @@
-// Decompression of the payloads of all ranks for one bucket on the CPU. Torch-free, like compress.h.
+// Decompression of the payloads of all ranks for one bucket on the CPU. Torch-free, like
+// compress.h.
 //
 // 1. check_payloads()  once: headers, scales, chunk tables, padding of every payload
 // 2. decode()          per range of chunks, in parallel: entries are checked as they are read
@@ -17,9 +18,10 @@ namespace adacomp::cpu {
 
 class Decompressor {
  public:
-  // payloads: uint8 [world_size, capacity]. grad: layout's elements of codec.grad_type, all written.
-  Decompressor(const Layout& layout, const Codec& codec, const uint8_t* payloads, int64_t world_size,
-               int64_t capacity, int64_t step, void* grad);
+  // payloads: uint8 [world_size, capacity]. grad: layout's elements of codec.grad_type, all
+  // written.
+  Decompressor(const Layout& layout, const Codec& codec, const uint8_t* payloads,
+               int64_t world_size, int64_t capacity, int64_t step, void* grad);
 
   void check_payloads();
   void decode(int64_t first_chunk, int64_t last_chunk);  // only if status() is 0
@@ -40,7 +42,8 @@ class Decompressor {
   bool check_padding(int64_t rank);
   void decode_chunk(int64_t index, float* sums);
   template <typename Entry>
-  Field add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale, float* sums) const;
+  Field add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale,
+                  float* sums) const;
 
   const Layout& layout_;
   const Codec codec_;

@@ -8,11 +8,13 @@
 namespace adacomp::cpu {
 namespace {
 
-ADACOMP_MULTIARCH void load(const Half* __restrict source, int64_t count, float* __restrict target) {
+ADACOMP_MULTIARCH void load(const Half* __restrict source, int64_t count,
+                            float* __restrict target) {
   for (int64_t j = 0; j < count; ++j) target[j] = to_float(source[j]);
 }
 
-ADACOMP_MULTIARCH void load(const BFloat16* __restrict source, int64_t count, float* __restrict target) {
+ADACOMP_MULTIARCH void load(const BFloat16* __restrict source, int64_t count,
+                            float* __restrict target) {
   for (int64_t j = 0; j < count; ++j) target[j] = to_float(source[j]);
 }
 
@@ -46,7 +48,8 @@ void with_storage(void* grad, GradType type, F&& f) {
 
 }  // namespace
 
-const float* load_gradient(const void* grad, GradType type, int64_t offset, int64_t count, float* buffer) {
+const float* load_gradient(const void* grad, GradType type, int64_t offset, int64_t count,
+                           float* buffer) {
   if (type == GradType::kFloat32) return static_cast<const float*>(grad) + offset;
   if (type == GradType::kFloat16) {
     load(static_cast<const Half*>(grad) + offset, count, buffer);

@@ -7,9 +7,10 @@
 
 namespace adacomp::cpu {
 
-// grad[offset, offset + count) as float32: in place where it is float32 already, else converted into
-// `buffer`.
-const float* load_gradient(const void* grad, GradType type, int64_t offset, int64_t count, float* buffer);
+// grad[offset, offset + count) as float32: in place where it is float32 already, else converted
+// into `buffer`.
+const float* load_gradient(const void* grad, GradType type, int64_t offset, int64_t count,
+                           float* buffer);
 
 // grad[offset, offset + count) = values / divisor, rounded once.
 void store_quotient(void* grad, GradType type, int64_t offset, int64_t count, const float* values,

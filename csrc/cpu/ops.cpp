@@ -1,5 +1,5 @@
-// The CPU implementation of the ops: checks, then the torch-free kernels on at::parallel_for's threads.
-#include <ATen/MemoryOverlap.h>
+// The CPU implementation of the ops: checks, then the torch-free kernels on at::parallel_for's
+// threads.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -32,10 +32,11 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
   const Codec codec = checked_codec(grad, checked, step, bin_scales, threshold_factor);
   check_residual(residual, grad, checked);
   check_payloads("payload", payload, 1, grad, checked);
-  at::assert_no_overlap(payload, residual);
+  check_distinct("payload", payload, "residual", residual);
   if (counters) check_int64("counters", *counters, {checked.segments(), 2}, grad);
 
-  const int64_t tasks = std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
+  const int64_t tasks =
+      std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
   Compressor compressor(checked, codec, grad.const_data_ptr(), residual.data_ptr<float>(),
                         payload.data_ptr<uint8_t>(), payload.numel(), step,
                         counters ? counters->data_ptr<int64_t>() : nullptr, tasks);
