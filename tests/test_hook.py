@@ -452,7 +452,7 @@ def capacities(rank: int, scale: str) -> None:
     assert all(world_size * size <= dense for size in sizes[:2])
     stats = assert_compressed(state)
     assert stats["dropped_chunks"] > 0
-    # Settled: 1.25 x the largest of the window, without the burst that left it at step 10 + 17.
+    # Settled: the largest need of the window, without the burst that left it at step 10 + 17.
     assert sizes[-1] < sizes[12]
     # Nothing of what was dropped is lost.
     off = sum(gather_all(sent * world_size + state.residual("weight") * 1.0 - total))

@@ -220,7 +220,7 @@ def test_the_capacity_of_an_exchange_follows_the_headers_of_the_one_before_the_l
             assert bucket.capacity() == first
         else:
             largest = max(needs[max(0, n - 17) : n - 1])
-            assert bucket.capacity() == bucket.fixed + (5 * largest // 4 + 15) // 16 * 16
+            assert bucket.capacity() == bucket.fixed + (largest + 15) // 16 * 16
         bucket.exchanges += 1
         bucket._needed.append(need)
         bucket._completed += 1
