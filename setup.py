@@ -8,8 +8,8 @@ try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
     sys.exit(
-        f"adacomp_torch builds against the installed torch, which cannot be imported here ({error}): "
-        "install torch first, then use `pip install --no-build-isolation .`"
+        f"adacomp_torch builds against the installed torch, which cannot be imported here "
+        f"({error}): install torch first, then use `pip install --no-build-isolation .`"
     )
 
 SOURCES = [

@@ -20,7 +20,7 @@ def mismatch(
     """
     if not isinstance(saved, Mapping):
         return f"state_dict: expected a mapping, got {type(saved).__name__}"
-    expected = {"format": FORMAT, "world_size": world_size, "rank": rank}
+    expected: dict[str, int | None] = {"format": FORMAT, "world_size": world_size, "rank": rank}
     if saved.get("rank", 0) is None:
         expected = {"format": FORMAT, "world_size": None}
     for key, value in expected.items():

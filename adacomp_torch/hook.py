@@ -10,7 +10,8 @@ from .state import AdaCompState
 
 
 def adacomp_hook(
-    state: AdaCompState, bucket: dist.GradBucket
+    state: AdaCompState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP hook: all-gathers AdaComp payloads and decodes their mean into the bucket.
 
