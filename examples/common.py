@@ -1,4 +1,4 @@
-"""What the training examples share: ranks, printing, progress, gradient traffic, the final check."""
+"""What the training examples share: ranks, printing, progress, traffic, the final check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook
+from adacomp_torch import AdaCompState, adacomp_hook, default_bin_size
+from adacomp_torch.layout import BinSizeOption
 
 KINDS = ("dense", "layer", "bin")
 DESCRIPTIONS = {
@@ -62,18 +63,18 @@ class Ranks:
 
 @contextmanager
 def distributed(device: str) -> Iterator[Ranks]:
-    """Joins the ranks that torchrun started (one rank without torchrun): Gloo for cpu, NCCL for cuda."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    """Joins the ranks that torchrun started: Gloo for cpu, NCCL for cuda."""
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("error: expected to be started by torchrun, as `torchrun --nproc-per-node=2 ...`")
+    local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         count = torch.cuda.device_count()
         if local_rank >= count:
-            sys.exit(f"error: --device cuda: rank {local_rank} expected a GPU, this host has {count}")
+            sys.exit(
+                f"error: --device cuda: rank {local_rank} expected a GPU, this host has {count}"
+            )
         torch.cuda.set_device(local_rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     console = Console(quiet=dist.get_rank() != 0, highlight=False)
     if not console.is_terminal:
         console.width = 118  # a file has no width, and rich's default of 80 would wrap the tables
@@ -107,12 +108,14 @@ def progress(ranks: Ranks, label: str, total: int) -> Iterator[Callable[[int, st
         yield report
 
 
-def wrap(model: nn.Module, kind: str) -> tuple[DistributedDataParallel, AdaCompState | None]:
+def wrap(
+    model: nn.Module, kind: str, bin_size: BinSizeOption = default_bin_size
+) -> tuple[DistributedDataParallel, AdaCompState | None]:
     """The model under DDP: as it is for "dense", with AdaComp's hook for "layer" and "bin"."""
     ddp = DistributedDataParallel(model)
     if kind == "dense":
         return ddp, None
-    state = AdaCompState(ddp, scale="bin" if kind == "bin" else "layer")
+    state = AdaCompState(ddp, scale="bin" if kind == "bin" else "layer", bin_size=bin_size)
     ddp.register_comm_hook(state, adacomp_hook)
     return ddp, state
 
@@ -125,8 +128,8 @@ def dense_bytes_per_step(model: nn.Module) -> int:
 def bytes_sent(model: nn.Module, state: AdaCompState | None, steps: int) -> int:
     """Bytes this rank has handed to the gradients' collectives in its first `steps` steps.
 
-    Whole payloads, with headers, tables and padding. At two ranks a ring all-reduce and an all-gather
-    each put exactly these bytes on the wire.
+    Whole payloads, with headers, tables and padding. At two ranks a ring all-reduce and an
+    all-gather each put exactly these bytes on the wire.
     """
     if state is None:
         return steps * dense_bytes_per_step(model)
@@ -144,8 +147,8 @@ def check_agreement(model: nn.Module, ranks: Ranks) -> None:
     dist.all_reduce(flags)
     if flags.any():
         raise RuntimeError(
-            f"parameters: expected the same bits on all ranks, ranks {flags.nonzero().flatten().tolist()} "
-            "differ from rank 0"
+            "parameters: expected the same bits on all ranks, ranks "
+            f"{flags.nonzero().flatten().tolist()} differ from rank 0"
         )
 
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/train_cnn.py --compress layer
 
-The images come from Debian's package dataset-fashion-mnist or from --data. Every rank trains on its own
-share of each epoch's shuffled images. Ends with test accuracy, bytes per step, ratio and step time.
+The images come from Debian's package dataset-fashion-mnist or from --data. Every rank trains on its
+own share of each epoch's shuffled images. Ends with test accuracy, bytes, ratio, step time.
 """
 
 from __future__ import annotations
@@ -49,12 +49,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compress", choices=KINDS, default="layer")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="end after so many steps, if the epochs have more")
+    parser.add_argument(
+        "--steps", type=int, help="end after so many steps, if the epochs have more"
+    )
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, help="default: 0.02 for sgd, 0.001 for adam")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--data", type=Path, default=DEBIAN, help="folder of the four idx .gz files")
+    parser.add_argument(
+        "--data", type=Path, default=DEBIAN, help="folder of the four idx .gz files"
+    )
     arguments = parser.parse_args()
     for name in ("epochs", "batch", "steps"):
         value = getattr(arguments, name)
@@ -79,17 +83,19 @@ def missing_data(folder: Path) -> str | None:
     for name in (name for pair in FILES.values() for name in pair):
         if not (folder / name).is_file():
             return (
-                f"{folder / name} is not there: install Debian's package dataset-fashion-mnist, or give "
-                "--data a folder with the four idx .gz files of Fashion-MNIST."
+                f"{folder / name} is not there: install Debian's package dataset-fashion-mnist, or "
+                "give --data a folder with the four idx .gz files of Fashion-MNIST."
             )
     return None
 
 
 def read_idx(path: Path) -> Tensor:
-    """An idx file of bytes: two zero bytes, type 8 (uint8), dimensions, big-endian sizes, values."""
+    """An idx file of bytes: two zero bytes, type 8 (uint8), dimensions, big-endian sizes, data."""
     content = bytearray(gzip.decompress(path.read_bytes()))
     if content[:3] != b"\0\0\x08":
-        raise ValueError(f"{path}: expected an idx file of bytes (00 00 08), got {content[:3].hex(' ')}")
+        raise ValueError(
+            f"{path}: expected an idx file of bytes (00 00 08), got {content[:3].hex(' ')}"
+        )
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     if len(content) - start != math.prod(shape):
@@ -145,8 +151,8 @@ def test_accuracy(model: nn.Module, images: Images, ranks: Ranks) -> float:
 
 
 def epoch_batches(count: int, batch: int, ranks: Ranks, generator: torch.Generator) -> list[Tensor]:
-    """This rank's batches of indices in one epoch. All ranks draw the same order and take their part
-    of it; what does not fill a batch on every rank is left out."""
+    """This rank's batches of indices in one epoch. All ranks draw the same order and take their
+    part of it; what does not fill a batch on every rank is left out."""
     order = torch.randperm(count, generator=generator)
     whole = count // (batch * ranks.world_size) * batch * ranks.world_size
     return list(order[:whole].view(-1, ranks.world_size, batch)[:, ranks.rank])
@@ -184,7 +190,9 @@ def train(arguments: argparse.Namespace, ranks: Ranks) -> None:
                 accuracy = test_accuracy(model, test, ranks)
                 report(step + 1, f"test accuracy {accuracy:.1%}")
     check_agreement(model, ranks)
-    print_result(arguments.compress, accuracy, model, bytes_sent(model, state, steps), seconds, ranks)
+    print_result(
+        arguments.compress, accuracy, model, bytes_sent(model, state, steps), seconds, ranks
+    )
 
 
 def print_result(
@@ -194,9 +202,15 @@ def print_result(
     dense = dense_bytes_per_step(model)
     table = Table(
         title=f"{DESCRIPTIONS[kind]}, {steps:,} steps",
-        caption="Bytes one rank hands to the gradients' collectives, headers counted; kB = 1,000 bytes.",
+        caption="Bytes one rank hands to the gradients' collectives, headers and all.",
     )
-    for title in ("test accuracy", "sent per step", "dense", "compression ratio", "step time (median)"):
+    for title in (
+        "test accuracy",
+        "sent per step",
+        "dense",
+        "compression ratio",
+        "step time (median)",
+    ):
         table.add_column(title, justify="right")
     table.add_row(
         f"{accuracy:.1%}",

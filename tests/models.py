@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from adacomp_torch import AdaCompState, adacomp_hook
 
 BIN_SIZE = 64
 
@@ -83,3 +86,34 @@ def assert_equal_on_all_ranks(tensors: Sequence[Tensor], what: str) -> None:
     flat = torch.cat([t.detach().flatten().float() for t in tensors]).view(torch.int32)
     for rank, other in enumerate(gather_all(flat)):
         assert torch.equal(flat, other), f"{what}: rank {rank} has other bits"
+
+
+BINS = {"bias": None, "scalar": None, "*": BIN_SIZE}  # the first match wins
+
+
+def hooked(module: nn.Module, ddp_options: dict[str, Any] | None = None, **options: Any):
+    ddp = wrap(module, **(ddp_options or {}))
+    state = AdaCompState(ddp, **{"bin_size": BINS, **options})
+    ddp.register_comm_hook(state, adacomp_hook)
+    return ddp, state
+
+
+def assert_compressed(state: AdaCompState) -> dict[str, Any]:
+    """The compressor was entered: else a test of the hook could pass on a dense exchange."""
+    stats = state.stats()
+    assert 0 < stats["bytes_sent"] < stats["dense_bytes"]
+    assert stats["entries_per_bin"] > 0
+    return stats
+
+
+def residuals_of(state: AdaCompState, module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: state.residual(name).clone()
+        if name not in ("bias", "scalar")
+        else torch.zeros(p.shape)
+        for name, p in module.named_parameters()
+    }
+
+
+def named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_parameters())

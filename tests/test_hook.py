@@ -1,8 +1,7 @@
-"""The hook under DistributedDataParallel: agreement of the ranks and conservation of gradients."""
+"""The hook in the life of a DDP module: dense steps, dtypes, memory formats, uneven ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from typing import Any
@@ -11,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
-    BIN_SIZE,
     GivenGradients,
+    assert_compressed,
     assert_equal_on_all_ranks,
     exact_gradients,
     gather_all,
+    hooked,
+    named,
     random_gradients,
+    residuals_of,
     wrap,
 )
 from ranks import run_ranks
@@ -24,115 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook
+from adacomp_torch import AdaCompState, adacomp_hook, exchange
 
 WORLD_SIZES = (2, 3)
-BINS = {"bias": None, "scalar": None, "*": BIN_SIZE}  # the first match wins
-
-
-def hooked(module: nn.Module, ddp_options: dict[str, Any] | None = None, **options: Any):
-    ddp = wrap(module, **(ddp_options or {}))
-    state = AdaCompState(ddp, **{"bin_size": BINS, **options})
-    ddp.register_comm_hook(state, adacomp_hook)
-    return ddp, state
-
-
-def assert_compressed(state: AdaCompState) -> dict[str, Any]:
-    """The compressor was entered: else a test of the hook could pass on a dense exchange."""
-    stats = state.stats()
-    assert 0 < stats["bytes_sent"] < stats["dense_bytes"]
-    assert stats["entries_per_bin"] > 0
-    return stats
-
-
-def residuals_of(state: AdaCompState, module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: state.residual(name).clone()
-        if name not in ("bias", "scalar")
-        else torch.zeros(p.shape)
-        for name, p in module.named_parameters()
-    }
-
-
-# ---- conservation and agreement ------------------------------------------------------------------
-
-
-def conserve(rank: int, ddp_options: dict[str, Any], scale: str, exact: bool) -> int:
-    world_size = dist.get_world_size()
-    module = GivenGradients()
-    ddp, state = hooked(module, ddp_options, scale=scale)
-    applied = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named(module)}
-    given = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named(module)}
-    for step in range(8):
-        grads = exact_gradients(rank, step) if exact else random_gradients(rank, step)
-        before = residuals_of(state, module)
-        module.zero_grad()
-        ddp(grads).backward()
-        after = residuals_of(state, module)
-        assert_equal_on_all_ranks(
-            [p.grad for p in module.parameters()], f"gradients of step {step}"
-        )
-        for (name, p), grad in zip(named(module), grads, strict=True):
-            kept = sum(t.double() for t in gather_all(before[name] + grad))
-            now = sum(t.double() for t in gather_all(after[name])) + world_size * p.grad.double()
-            off = float((now - kept).abs().max())
-            assert off == 0 if exact else off < 1e-5, f"step {step}, {name}: off by {off}"
-            applied[name] += p.grad
-            given[name] += sum(t.double() for t in gather_all(grad)) / world_size
-    for name, _ in named(module):
-        left = sum(t.double() for t in gather_all(after[name])) / world_size
-        off = float((applied[name] + left - given[name]).abs().max())
-        assert off == 0 if exact else off < 1e-5, f"whole run, {name}: off by {off}"
-    assert_compressed(state)
-    return len(state._exchanges)
-
-
-def named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return list(module.named_parameters())
-
-
-DDP_OPTIONS = {
-    "default": {},
-    "find_unused_parameters": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-}
-
-
-@pytest.mark.parametrize("scale", ["layer", "bin"])
-@pytest.mark.parametrize("options", DDP_OPTIONS)
-def test_conservation_is_exact_through_a_rebuild_of_the_buckets(options, scale):
-    # Bin scales are rounded to two steps per octave: exact too, because the steps are dyadic.
-    layouts = run_ranks(conserve, 2, DDP_OPTIONS[options], scale, True)
-    if options != "find_unused_parameters":  # never rebuilds
-        assert layouts[0] >= 1 + 3, "expected one bucket first and at least three after the rebuild"
-
-
-@pytest.mark.parametrize("scale", ["layer", "bin"])
-def test_conservation_holds_to_rounding_with_three_ranks(scale):
-    assert run_ranks(conserve, 3, {}, scale, False)[0] >= 4
-
-
-def accumulate_without_sync(rank: int, leading: int) -> None:
-    module = GivenGradients()
-    ddp, state = hooked(module)
-    total = [torch.zeros(p.shape) for p in module.parameters()]
-    for step in range(6):
-        synced = step >= leading and step % 2 == 1
-        grads = exact_gradients(rank, step)
-        with contextlib.nullcontext() if synced else ddp.no_sync():
-            ddp(grads).backward()
-        for sum_, grad in zip(total, grads, strict=True):
-            sum_ += grad
-        if synced:
-            assert_equal_on_all_ranks([p.grad for p in module.parameters()], f"step {step}")
-            module.zero_grad()
-    assert assert_compressed(state)["steps"] == sum(s % 2 for s in range(leading, 6))
-
-
-@pytest.mark.parametrize("leading", [0, 2])
-def test_one_exchange_per_synchronised_step(leading):
-    run_ranks(accumulate_without_sync, 2, leading)
 
 
 # ---- dense steps before start_iter ---------------------------------------------------------------
@@ -294,8 +190,8 @@ def zero_gradients(rank: int) -> None:
     ddp([torch.zeros(shape) for _, shape in module.SHAPES]).backward()
     assert all((p.grad == 0).all() for p in module.parameters())
     assert state.stats()["entries_per_bin"] == 0
-    for exchange in state._exchanges.values():
-        assert exchange._needed[-1] == 0, "a zero gradient needs no entries"
+    for bucket in state._exchanges.values():
+        assert bucket._needed[-1] == 0, "a zero gradient needs no entries"
     for step in range(5):
         module.zero_grad()
         ddp(random_gradients(rank, step)).backward()
@@ -411,6 +307,21 @@ def freed(rank: int) -> None:
 def test_the_state_keeps_no_module_alive():
     # Fault 19.
     run_ranks(freed, 1)
+
+
+def callbacks_at_exit(rank: int) -> None:
+    module = GivenGradients()
+    ddp, state = hooked(module)
+    for step in range(3):
+        ddp(random_gradients(rank, step)).backward()
+    exchange._wait_for_callbacks()
+    assert len(exchange._callbacks) == 0
+    assert_compressed(state)
+
+
+def test_at_exit_no_thread_of_the_backend_holds_a_callback_any_more():
+    # Otherwise it may ask for the GIL while the interpreter shuts down, which aborts the process.
+    run_ranks(callbacks_at_exit, 2)
 
 
 # ---- capacity ------------------------------------------------------------------------------------
