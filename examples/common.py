@@ -21,9 +21,9 @@ from adacomp_torch.layout import BinSizeOption
 
 KINDS = ("dense", "layer", "bin")
 DESCRIPTIONS = {
-    "dense": "plain DDP, float32 all-reduce",
-    "layer": "AdaComp, one scale per parameter",
-    "bin": "AdaComp, one scale per bin",
+    "dense": "plain DDP",
+    "layer": "AdaComp, layer scale",
+    "bin": "AdaComp, bin scale",
 }
 
 

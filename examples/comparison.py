@@ -98,11 +98,12 @@ def print_equal_steps(runs: dict[str, Run], bin_sizes: str, ranks: Ranks) -> Non
     steps = next(iter(runs.values())).points[-1].step
     table = Table(
         title=f"Equal steps: after {steps:,} steps",
+        caption_justify="left",
         caption="Bytes that one rank hands to the gradients' collectives, every header counted; "
         "steady: second half of the run. kB = 1,000 bytes. Step time: median. "
         f"Bin sizes: {bin_sizes}.",
     )
-    table.add_column("run")
+    table.add_column("run", no_wrap=True)
     for title in ("validation loss", "above dense", "sent per step", "steady", "compression ratio"):
         table.add_column(title, justify="right")
     table.add_column("steady", justify="right")
@@ -127,11 +128,12 @@ def print_equal_bytes(runs: dict[str, Run], ranks: Ranks) -> None:
     middle = at_step(dense, dense.points[-1].step // 2)
     table = Table(
         title="Equal bytes",
+        caption_justify="left",
         caption=f"Dense's loss halfway is {middle.loss:.3f}, after {middle.step:,} steps and "
         f"{megabytes(middle.bytes_sent)}. Dense's loss at other bytes is interpolated between two "
         "evaluations; the others count the bytes until their first evaluation at or below it.",
     )
-    table.add_column("run")
+    table.add_column("run", no_wrap=True)
     for title in (
         "sent in all",
         "validation loss",

@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 from common import (
+    DESCRIPTIONS,
     KINDS,
     Ranks,
     bytes_sent,
@@ -170,6 +171,19 @@ def train(kind: str, arguments: argparse.Namespace, text: Text, ranks: Ranks) ->
     return run
 
 
+def print_plan(arguments: argparse.Namespace, text: Text, ranks: Ranks) -> None:
+    names = "; ".join(DESCRIPTIONS[kind] for kind in arguments.runs)
+    ranks.console.print(
+        f"Character LSTM on {arguments.text.name}: {len(text.train):,} characters to train on, "
+        f"{len(text.validation):,} to validate on, all of them every time, shared among the ranks."
+        f"\n{ranks.world_size} rank(s) x {arguments.batch} sequences of {arguments.length} "
+        f"characters, {arguments.steps:,} steps of Adam, learning rate {arguments.lr:g} falling "
+        f"straight to {arguments.lr * learning_rate_factor(1, 1):g}, seed {arguments.seed}."
+        f"\nOne run after the other, all from the same seed: {names}.",
+        soft_wrap=True,
+    )
+
+
 def main() -> None:
     arguments = parse_arguments()
     with distributed(arguments.device) as ranks:
@@ -178,6 +192,7 @@ def main() -> None:
             f"--text: expected a text file, {arguments.text} is none" if missing else None
         )
         text = read_text(arguments.text)
+        print_plan(arguments, text, ranks)
         runs: dict[str, Run] = {}
         for kind in arguments.runs:
             runs[kind] = train(kind, arguments, text, ranks)

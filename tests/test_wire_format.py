@@ -173,3 +173,24 @@ def test_admission_starts_at_another_chunk_every_step(codec):
         assert table == tuple(4096 if chunk > first else 0 for chunk in range(4))
         assert struct.unpack_from("<QQ", bytes(payload.tolist()), 16) == (64 + 3 * 4096, 64 + 4096)
         assert not payload[-16:].any()
+
+
+def test_the_probe_weighs_the_gradient_by_the_float32_factor_less_one(codec):
+    # float32(1.1) - 1 is above float32(0.1): element 0 just reaches the maximum, element 1.
+    weight = torch.tensor(1.1) - 1
+    assert weight > torch.tensor(0.1)
+    layout = make_layout([2], [2])
+    residual = torch.tensor([-1 + 2.0**-20, 2.0**-20 + weight])
+    grad = torch.tensor([1.0, 0])
+    payload = compressed(codec, grad, residual, layout, threshold_factor=1.1)
+    assert payload[64:66] == bytes([0 << 2, 1 << 2 | 1])
+
+
+def test_the_mean_is_a_division_and_rounded_once(codec):
+    layout = make_layout([1], [None])
+    values = (1.0, 1.0, 3.0)  # 5 / 3 is not 5 * float32(1 / 3)
+    payloads = [list(compressed(codec, torch.tensor([v]), torch.zeros(0), layout)) for v in values]
+    out = torch.zeros(1)
+    codec.decompress(torch.tensor(payloads, dtype=torch.uint8), out, layout)
+    assert torch.equal(out, torch.tensor([5.0]) / torch.tensor([3.0]))
+    assert not torch.equal(out, torch.tensor([5.0]) * (torch.tensor(1.0) / 3))
