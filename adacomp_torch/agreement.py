@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# The name since torch 2.13, where the older one began to warn.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 _SLOTS = 16  # fixed, so that other versions of this package can be told apart too
 
 
@@ -45,7 +48,7 @@ def agree(fields: Mapping[str, object], group: dist.ProcessGroup, device: torch.
     record = record.to(device)
     world_size = dist.get_world_size(group)
     records = torch.empty(world_size * _SLOTS, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(records, record, group=group)
+    all_gather_single(records, record, group=group)
     if bool((records.view(world_size, _SLOTS) == record).all(dim=1).all()):
         return
     gathered: list[Any] = [None] * world_size

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _C, ops
-from .agreement import agree
+from .agreement import agree, all_gather_single
 
 _ALIGNMENT = 16
 _FIRST_ENTRY_BYTES = 64 * 1024
@@ -198,8 +198,7 @@ class BucketExchange:
             counters=self.counters,
         )
         sent = time.perf_counter()
-        work = dist.all_gather_into_tensor(gathered, payload, group=self.group, async_op=True)
-        assert work is not None
+        work = all_gather_single(gathered, payload, group=self.group, async_op=True)
         self.exchanges += 1
         self.bytes_sent += capacity
         self.compress_seconds += sent - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,10 @@ class Run:
         """Over the second half of the run, when payloads have found their size."""
         middle, last = at_step(self, self.points[-1].step // 2), self.points[-1]
         return (last.bytes_sent - middle.bytes_sent) / (last.step - middle.step)
+
+    @property
+    def steady_ratio(self) -> float:
+        return self.dense_bytes_per_step / self.steady_bytes_per_step
 
     @property
     def ratio(self) -> float:
@@ -94,68 +99,79 @@ def kilobytes(count: float) -> str:
     return f"{count / 1e3:,.1f} kB"
 
 
-def print_equal_steps(runs: dict[str, Run], bin_sizes: str, ranks: Ranks) -> None:
-    steps = next(iter(runs.values())).points[-1].step
-    table = Table(
-        title=f"Equal steps: after {steps:,} steps",
-        caption_justify="left",
-        caption="Bytes that one rank hands to the gradients' collectives, every header counted; "
-        "steady: second half of the run. kB = 1,000 bytes. Step time: median. "
-        f"Bin sizes: {bin_sizes}.",
-    )
-    table.add_column("run", no_wrap=True)
-    for title in ("validation loss", "above dense", "sent per step", "steady", "compression ratio"):
-        table.add_column(title, justify="right")
-    table.add_column("steady", justify="right")
-    table.add_column("step time", justify="right")
-    for run in runs.values():
-        against = f"{above(run, runs['dense']):+.1%}" if "dense" in runs else "-"
-        table.add_row(
-            DESCRIPTIONS[run.kind],
-            f"{run.loss:.3f}",
-            "-" if run.kind == "dense" else against,
-            kilobytes(run.bytes_per_step),
-            kilobytes(run.steady_bytes_per_step),
-            f"{run.ratio:.0f}x",
-            f"{run.dense_bytes_per_step / run.steady_bytes_per_step:.0f}x",
-            f"{statistics.median(run.seconds) * 1e3:.0f} ms",
-        )
+def print_table(
+    title: str,
+    caption: str,
+    runs: list[Run],
+    rows: list[tuple[str, Callable[[Run], str]]],
+    ranks: Ranks,
+) -> None:
+    """One column per run, one row per quantity: fits a terminal of 80 columns."""
+    table = Table(title=title, caption=caption, caption_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(DESCRIPTIONS[run.kind], justify="right")
+    for name, text_of in rows:
+        table.add_row(name, *map(text_of, runs))
     ranks.console.print(table)
+
+
+def print_equal_steps(runs: dict[str, Run], bin_sizes: str, ranks: Ranks) -> None:
+    dense = runs.get("dense")
+
+    def against_dense(run: Run) -> str:
+        return "-" if dense is None or run is dense else f"{above(run, dense):+.1%}"
+
+    print_table(
+        f"Equal steps: after {next(iter(runs.values())).points[-1].step:,} steps",
+        "Sent: bytes that one rank hands to the gradients' collectives, every header counted. "
+        "Compression ratio: bytes of the gradients / sent. kB = 1,000 bytes. "
+        f"Bin sizes: {bin_sizes}.",
+        list(runs.values()),
+        [
+            ("validation loss", lambda run: f"{run.loss:.3f}"),
+            ("  against dense", against_dense),
+            ("sent per step", lambda run: kilobytes(run.bytes_per_step)),
+            ("  in the second half", lambda run: kilobytes(run.steady_bytes_per_step)),
+            ("compression ratio", lambda run: f"{run.ratio:.1f}x"),
+            ("  in the second half", lambda run: f"{run.steady_ratio:.1f}x"),
+            ("step time, median", lambda run: f"{statistics.median(run.seconds) * 1e3:.0f} ms"),
+        ],
+        ranks,
+    )
 
 
 def print_equal_bytes(runs: dict[str, Run], ranks: Ranks) -> None:
     dense = runs["dense"]
     middle = at_step(dense, dense.points[-1].step // 2)
-    table = Table(
-        title="Equal bytes",
-        caption_justify="left",
-        caption=f"Dense's loss halfway is {middle.loss:.3f}, after {middle.step:,} steps and "
-        f"{megabytes(middle.bytes_sent)}. Dense's loss at other bytes is interpolated between two "
-        "evaluations; the others count the bytes until their first evaluation at or below it.",
-    )
-    table.add_column("run", no_wrap=True)
-    for title in (
-        "sent in all",
-        "validation loss",
-        "dense, same bytes",
-        "to dense's halfway loss",
-        "fewer bytes",
-    ):
-        table.add_column(title, justify="right")
-    for run in (run for run in runs.values() if run is not dense):
-        last = run.points[-1]
-        same = loss_at_bytes(dense, last.bytes_sent)
+
+    def same_bytes(run: Run) -> str:
+        loss = loss_at_bytes(dense, run.points[-1].bytes_sent)
+        return "-" if loss is None else f"{loss:.3f}"
+
+    def to_halfway(run: Run) -> str:
         reached = first_at_loss(run, middle.loss)
-        factor = fewer_bytes(run, dense)
-        table.add_row(
-            DESCRIPTIONS[run.kind],
-            megabytes(last.bytes_sent),
-            f"{last.loss:.3f}",
-            "-" if same is None else f"{same:.3f}",
-            megabytes(reached.bytes_sent) if reached else "not reached",
-            "-" if factor is None else f"{factor:.0f}x",
-        )
-    ranks.console.print(table)
+        return megabytes(reached.bytes_sent) if reached else "not reached"
+
+    def factor(run: Run) -> str:
+        times = fewer_bytes(run, dense)
+        return "-" if times is None else f"{times:.1f}x"
+
+    print_table(
+        "Equal bytes",
+        f"Dense's halfway loss is {middle.loss:.3f}, after {middle.step:,} steps and "
+        f"{megabytes(middle.bytes_sent)}; the others' bytes are those up to their first evaluation "
+        "at or below it. Dense's loss at other bytes is interpolated between two evaluations.",
+        [run for run in runs.values() if run is not dense],
+        [
+            ("sent in all", lambda run: megabytes(run.points[-1].bytes_sent)),
+            ("validation loss", lambda run: f"{run.loss:.3f}"),
+            ("dense, after the same bytes", same_bytes),
+            ("sent up to dense's halfway loss", to_halfway),
+            ("  fewer bytes than dense", factor),
+        ],
+        ranks,
+    )
 
 
 def print_targets(runs: dict[str, Run], ranks: Ranks) -> None:
@@ -207,21 +223,24 @@ def write_picture(runs: dict[str, Run], path: Path) -> None:
             "color": COLOURS[run.kind],
             "marker": MARKERS[run.kind],
             "markersize": 4,
-            "label": f"{run.kind}: {DESCRIPTIONS[run.kind]}",
+            "label": DESCRIPTIONS[run.kind],
         }
         losses = [point.loss for point in run.points]
         by_step.plot([point.step for point in run.points], losses, **style)
         by_bytes.plot([point.bytes_sent / 1e6 for point in run.points[1:]], losses[1:], **style)
-    by_bytes.set_xscale("log")
     by_step.set_xlabel("training step")
     by_step.set_ylabel("validation loss (nats per character)")
-    by_bytes.set_xlabel("gradient bytes sent per rank (MB, log scale)")
+    by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter("{x:,g}")
+    by_bytes.set_xlabel("gradient bytes sent per rank since the start (MB, log scale)")
     if "dense" in runs:
         dense = runs["dense"]
         middle = at_step(dense, dense.points[-1].step // 2)
-        by_bytes.axhline(middle.loss, color="0.5", linestyle="--", linewidth=1)
+        label = f"dense halfway: {middle.loss:.3f}"
+        by_bytes.axhline(middle.loss, color="0.4", linestyle="--", linewidth=1, label=label)
+        by_bytes.legend(handles=by_bytes.lines[-1:])
     for axes in (by_step, by_bytes):
         axes.grid(color="0.9")
     by_step.legend()
-    figure.suptitle("Character LSTM on Tiny Shakespeare: same steps, far fewer bytes")
+    figure.suptitle("Character LSTM on Tiny Shakespeare: the same steps, and the bytes they took")
     figure.savefig(path, dpi=150)

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook, default_bin_size, exchange
+from adacomp_torch import AdaCompState, adacomp_hook, agreement, default_bin_size, exchange
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,7 +146,8 @@ def test_a_bucket_with_foreign_parameters_is_refused_before_the_collective(monke
 
     own, foreign = wrap(GivenGradients()), wrap(GivenGradients())
     foreign.register_comm_hook(AdaCompState(own), adacomp_hook)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", never)
+    monkeypatch.setattr(exchange, "all_gather_single", never)
+    monkeypatch.setattr(agreement, "all_gather_single", never)
     with pytest.raises(RuntimeError, match="expected parameters of the DistributedDataParallel"):
         foreign(random_gradients(0, 0)).backward()
 
@@ -277,19 +278,19 @@ def corrupted_wire(rank: int) -> str:
     state = AdaCompState(ddp, bin_size=64)
     ddp.register_comm_hook(state, adacomp_hook)
     ddp(random_gradients(rank, 0)).backward()
-    gather = dist.all_gather_into_tensor
+    gather = exchange.all_gather_single
 
     def damage(output: torch.Tensor, payload: torch.Tensor, **kwargs: Any):
-        if rank == 1 and payload.dtype == torch.uint8:
+        if rank == 1:
             payload[4] = 77
         return gather(output, payload, **kwargs)
 
-    dist.all_gather_into_tensor = damage
+    exchange.all_gather_single = damage
     try:
         with pytest.raises(RuntimeError) as caught:
             ddp(random_gradients(rank, 1)).backward()
     finally:
-        dist.all_gather_into_tensor = gather
+        exchange.all_gather_single = gather
     return str(caught.value)
 
 
