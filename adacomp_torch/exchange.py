@@ -199,6 +199,7 @@ class BucketExchange:
         )
         sent = time.perf_counter()
         work = all_gather_single(gathered, payload, group=self.group, async_op=True)
+        assert work is not None
         self.exchanges += 1
         self.bytes_sent += capacity
         self.compress_seconds += sent - began
