@@ -310,12 +310,21 @@ def test_the_state_keeps_no_module_alive():
 
 
 def callbacks_at_exit(rank: int) -> None:
+    class Counting(weakref.WeakSet):
+        added = 0
+
+        def add(self, item: object) -> None:
+            Counting.added += 1
+            super().add(item)
+
+    exchange._callbacks = Counting()
     module = GivenGradients()
     ddp, state = hooked(module)
     for step in range(3):
         ddp(random_gradients(rank, step)).backward()
     exchange._wait_for_callbacks()
     assert len(exchange._callbacks) == 0
+    assert Counting.added >= 3
     assert_compressed(state)
 
 

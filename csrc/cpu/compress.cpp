@@ -182,7 +182,7 @@ float Compressor::scale_of(int64_t segment) const {
     any_gradient |= chunk.any_gradient;
     any_entry |= chunk.entries > 0;
   }
-  if (!any_gradient) return 0.0f;
+  if (!any_gradient) return 0.0f;  // raw and empty segments too
   if (codec_.bin_scales) return any_entry ? 1.0f : 0.0f;
   return segment_scale(sum.total(), num_bins(layout_.segment(segment)), codec_.grad_type);
 }
