@@ -21,7 +21,7 @@ $(VENV)/installed: pyproject.toml setup.py $(SOURCES)
 	touch $@
 
 demo: $(VENV)/installed
-	$(VENV)/bin/torchrun --standalone --nproc-per-node=2 examples/train_lstm.py $(DEMO_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node=2 examples/train_lstm.py $(DEMO_ARGS)
 
 test: $(VENV)/installed
 	$(VENV)/bin/pytest $(TEST_ARGS)
