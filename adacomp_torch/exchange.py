@@ -204,9 +204,15 @@ class BucketExchange:
         self.bytes_sent += capacity
         self.compress_seconds += sent - began
 
-        def decode(_: torch.futures.Future[object]) -> Tensor:
+        def decode(exchanged: torch.futures.Future[object]) -> Tensor:
             # No collective and no wait in here: Gloo runs callbacks on two threads only.
             received = time.perf_counter()
+            try:
+                exchanged.value()  # raises if a peer is gone; what it returns differs by backend
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"adacomp_hook: {bucket_name}: the all-gather failed: {error}"
+                ) from None
             payloads = gathered.view(self.world_size, capacity)
             try:
                 ops.decompress(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -21,7 +23,7 @@ from models import (
     residuals_of,
     wrap,
 )
-from ranks import run_ranks
+from ranks import RanksFailedError, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -290,6 +292,27 @@ def uneven_inputs(rank: int) -> None:
 def test_join_with_uneven_inputs():
     # Fault 14.
     run_ranks(uneven_inputs, 2)
+
+
+def killed_in_a_later_step(rank: int) -> None:
+    module = GivenGradients()
+    ddp, _ = hooked(module)
+    for step in range(4):
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ddp(random_gradients(rank, step)).backward()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_others_say_what_happened_when_a_rank_is_killed(world_size):
+    # Fault 9: not a word about payloads, of which none came.
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(killed_in_a_later_step, world_size)
+    text = str(caught.value)
+    assert "rank 1 died of SIGKILL" in text
+    assert "adacomp_hook: bucket" in text
+    assert "the all-gather failed: " in text
+    assert "magic" not in text
 
 
 def freed(rank: int) -> None:
