@@ -279,7 +279,9 @@ class AdaCompState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: step and residuals by parameter name. Every rank must save its own.
 
-        Tensors and plain types only, so that `torch.load` takes it with `weights_only=True`.
+        Tensors and plain types only, so that `torch.load` takes it with `weights_only=True`. Payload
+        sizes are not part of it: a resumed run has the bits of an uninterrupted one as long as
+        neither drops a chunk.
         """
         self.check()
         group = self._group()
