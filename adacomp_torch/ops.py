@@ -65,13 +65,14 @@ def compress(
     Per parameter, with dW its gradient and L_T = bin_size elements per bin:
 
         G = residual + dW;  H = G + (threshold_factor - 1) dW;  g_max = max |G| over each bin
-        send j iff g_max > 0 and |H(j)| >= g_max;  s = mean of g_max over the parameter's bins
+        send j iff g_max > 0, |H(j)| >= g_max, G(j) != 0;  s = mean of g_max over its bins
         residual(j) = G(j) - sign(G(j)) s if sent, else G(j)
 
     Args:
         step: number of the step, >= 0; the receivers must pass the same. Decides which chunks are
             dropped (their residual is then exactly G) if the entries do not fit into `payload`.
-        scale: "layer" sends one s per parameter, "bin" one byte per bin instead.
+        scale: "layer" sends one s per parameter; "bin" one byte per bin instead, with s the bin's
+            own g_max rounded to two steps per octave.
         threshold_factor: finite, >= 1. 1.0 is the paper's local selection.
         counters: [segments, 2], int64: entries sent and chunks dropped are added per parameter.
     """

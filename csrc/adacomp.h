@@ -1,12 +1,11 @@
-// The rules of AdaComp per element, bin and segment, for host and device (arXiv 1712.02679, section
-// 3).
+// The rules of AdaComp per element, bin and segment, for host and device (arXiv 1712.02679).
 //
-//   G = residual + dW                          accumulated gradient            (sum_gradient)
-//   H = G + (factor - 1) dW                    soft-threshold probe            (probe)
-//   g_max = max |G| over a bin                                                 (by bits: abs_bits)
-//   send iff g_max > 0, |H| >= g_max, G != 0                                   (selects)
-//   s = mean of g_max over a segment's bins, or one byte per bin               (segment_scale,
-//   bin_code) residual = G - sign(G) s if sent, else G (corrected)
+//   G = residual + dW                   accumulated gradient           sum_gradient
+//   H = G + (factor - 1) dW             soft-threshold probe           probe
+//   g_max = max |G| over a bin                                         abs_bits
+//   send iff g_max > 0, |H| >= g_max, G != 0                           selects
+//   s = mean of g_max over the bins, or one byte per bin               segment_scale, bin_code
+//   residual = G - sign(G) s if sent, else G                           corrected
 //
 // The same input must give the same bits everywhere, so nothing here may be contracted to an FMA
 // (-ffp-contract=off, nvcc -fmad=false) or re-associated.

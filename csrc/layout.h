@@ -21,7 +21,9 @@ struct Chunk {
 class Layout {
  public:
   Layout(const Segment* segments, int64_t count)
-      : segments_(segments), first_chunk_(count + 1, 0), first_raw_(count + 1, 0) {
+      : segments_(segments, segments + count),
+        first_chunk_(count + 1, 0),
+        first_raw_(count + 1, 0) {
     for (int64_t i = 0; i < count; ++i) {
       const Segment& s = segments[i];
       first_chunk_[i + 1] = first_chunk_[i] + num_chunks(s);
@@ -98,7 +100,7 @@ class Layout {
            worst_range_bytes(last_elements, last_bins, s.bin_size, bin_scales);
   }
 
-  const Segment* segments_;
+  std::vector<Segment> segments_;  // a copy: nothing written later can change it
   std::vector<int64_t> first_chunk_;
   std::vector<int64_t> first_raw_;
 };

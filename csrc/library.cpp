@@ -3,10 +3,11 @@
 // Ops (the CPU kernels are in cpu/ops.cpp; docstrings and fake kernels in adacomp_torch/ops.py):
 //   grad       1-D float32, float16 or bfloat16: one bucket
 //   residual   1-D float32: residuals of all parameters
-//   layout     int64 [segments, 4] on the CPU: bucket_offset, numel, bin_size (0: raw),
-//   residual_offset payload    uint8 [capacity]; payloads: uint8 [world_size, capacity] counters
-//   int64 [segments, 2]: entries sent and chunks dropped are added status     int64 [1]: receives
-//   the first fault of a malformed payload
+//   layout     int64 [segments, 4], CPU: bucket_offset, numel, bin_size (0: raw), residual_offset
+//   payload    uint8 [capacity]
+//   payloads   uint8 [world_size, capacity]
+//   counters   int64 [segments, 2]: entries sent and chunks dropped are added
+//   status     int64 [1]: receives the first fault of a malformed payload
 #include <ATen/Version.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>

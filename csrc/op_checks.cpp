@@ -1,6 +1,5 @@
 #include "op_checks.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -33,10 +32,18 @@ void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& 
 
 }  // namespace
 
-void check_distinct(const char* name, const at::Tensor& tensor, const char* other_name,
-                    const at::Tensor& other) {
-  TORCH_CHECK(at::get_overlap_status(tensor, other) == at::MemOverlapStatus::No, name,
-              ": expected memory of its own, got an overlap with ", other_name);
+void check_distinct(std::initializer_list<NamedTensor> tensors) {
+  const auto begin = [](const NamedTensor& t) {
+    return reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr());
+  };
+  const auto end = [&](const NamedTensor& t) { return begin(t) + t.tensor.nbytes(); };
+  for (auto b = tensors.begin(); b != tensors.end(); ++b) {
+    for (auto a = tensors.begin(); a != b; ++a) {
+      TORCH_CHECK(end(*a) <= begin(*b) || end(*b) <= begin(*a) || a->tensor.nbytes() == 0 ||
+                      b->tensor.nbytes() == 0,
+                  b->name, ": expected memory of its own, got an overlap with ", a->name);
+    }
+  }
 }
 
 Layout checked_layout(const at::Tensor& layout) {
@@ -85,7 +92,6 @@ void check_residual(const at::Tensor& residual, const at::Tensor& grad, const La
   TORCH_CHECK(residual.dim() == 1 && residual.is_contiguous(),
               "residual: expected a 1-D contiguous tensor, got sizes ", residual.sizes(),
               " strides ", residual.strides());
-  check_distinct("residual", residual, "grad", grad);
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int64_t i = 0; i < layout.segments(); ++i) {
     const Segment& s = layout.segment(i);
@@ -119,7 +125,6 @@ void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
   const auto address = reinterpret_cast<uintptr_t>(payloads.const_data_ptr());
   TORCH_CHECK(address % kAlignment == 0, name, ": expected memory aligned to ", kAlignment,
               " bytes, got an address that is ", address % kAlignment, " past it");
-  check_distinct(name, payloads, "grad", grad);
 }
 
 void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,

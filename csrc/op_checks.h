@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <initializer_list>
+
 #include "layout.h"
 
 namespace adacomp {
@@ -26,9 +28,14 @@ void check_residual(const at::Tensor& residual, const at::Tensor& grad, const La
 void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
                     const at::Tensor& grad, const Layout& layout);
 
-// Two contiguous tensors of which one is written share no memory.
-void check_distinct(const char* name, const at::Tensor& tensor, const char* other_name,
-                    const at::Tensor& other);
+struct NamedTensor {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+// Contiguous tensors of which some are written share no memory; by address, so that views of
+// foreign memory are compared too.
+void check_distinct(std::initializer_list<NamedTensor> tensors);
 
 // counters or status: int64, contiguous, on grad's device, of the given sizes.
 void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,

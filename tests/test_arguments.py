@@ -146,6 +146,28 @@ def test_compress_refuses_overlapping_memory():
         ops.compress(memory[:1000], memory[600:], args["layout"], args["payload"])
 
 
+@pytest.mark.parametrize("foreign", [False, True], ids=["one storage", "views of foreign memory"])
+@pytest.mark.parametrize(
+    "pair", [("layout", "payload"), ("residual", "layout"), ("counters", "grad")]
+)
+def test_compress_refuses_overlaps_of_any_two_arguments(pair, foreign):
+    args = arguments()
+    memory = bytearray(8192)
+    shared = torch.zeros(8192, dtype=torch.uint8)
+    for name in pair:
+        view = torch.frombuffer(memory, dtype=torch.uint8) if foreign else shared
+        wanted = args[name]
+        view = view[: wanted.numel() * wanted.element_size()].view(wanted.dtype).view(wanted.shape)
+        args[name] = view.copy_(wanted) if name != "grad" else view
+    if "layout" in pair:
+        args["layout"].copy_(make_layout([900, 100], [50, None]))
+    with pytest.raises(RuntimeError, match="expected memory of its own, got an overlap with"):
+        ops.compress(
+            args["grad"], args["residual"], args["layout"], args["payload"],
+            counters=args["counters"],
+        )  # fmt: skip
+
+
 DECOMPRESS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "payloads",

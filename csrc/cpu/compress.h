@@ -40,7 +40,6 @@ class Compressor {
     bool any_gradient;  // some dW != 0
     bool non_finite;    // some r + dW is not finite
   };
-  struct Bin;
 
   int64_t first_chunk_of(int64_t task) const;
   void select_chunk(int64_t index, std::vector<uint8_t>& staged);

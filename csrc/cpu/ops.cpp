@@ -32,8 +32,12 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
   const Codec codec = checked_codec(grad, checked, step, bin_scales, threshold_factor);
   check_residual(residual, grad, checked);
   check_payloads("payload", payload, 1, grad, checked);
-  check_distinct("payload", payload, "residual", residual);
   if (counters) check_int64("counters", *counters, {checked.segments(), 2}, grad);
+  check_distinct({{"layout", layout},
+                  {"grad", grad},
+                  {"residual", residual},
+                  {"payload", payload},
+                  {"counters", counters ? *counters : grad.slice(0, 0, 0)}});
 
   const int64_t tasks =
       std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
@@ -58,6 +62,7 @@ void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Te
   check_payloads("payloads", payloads, 2, grad, checked);
   TORCH_CHECK(payloads.size(0) >= 1, "payloads: expected at least one rank, got 0");
   check_int64("status", status, {1}, grad);
+  check_distinct({{"layout", layout}, {"payloads", payloads}, {"grad", grad}, {"status", status}});
 
   Decompressor decompressor(checked, codec, payloads.const_data_ptr<uint8_t>(), payloads.size(0),
                             payloads.size(1), step, grad.data_ptr());
