@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
+_KEYS = {"format", "rank", "world_size", "step", "residuals"}
 
 
 def mismatch(
@@ -53,6 +54,12 @@ def _residual_mismatch(saved: object, residuals: Mapping[str, Tensor]) -> str | 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """See `AdaCompState.merge_state_dicts`."""
+    for saved in states:
+        if not isinstance(saved, Mapping) or _KEYS - saved.keys():
+            raise ValueError(
+                f"state_dicts: expected mappings with {', '.join(sorted(_KEYS))}, "
+                "as state_dict() makes them"
+            )
     ranks = [saved["rank"] for saved in states]
     sizes = [saved["world_size"] for saved in states]
     if not ranks or set(sizes) != {len(ranks)} or set(ranks) != set(range(len(ranks))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -73,14 +72,17 @@ class AdaCompState:
                 "got one that has it already; use that one"
             )
         has_bin_scales(scale)
-        factor = float(threshold_factor)
-        if not (math.isfinite(factor) and factor >= 1.0):
-            raise ValueError(f"threshold_factor: expected a finite number >= 1, got {factor}")
+        factor = _checked_factor(threshold_factor)
         if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 0:
             raise ValueError(f"start_iter: expected an int >= 0, got {start_iter!r}")
         self.start_iter = start_iter
         self._codec = Codec(scale, factor)
         self._module = weakref.ref(module)
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                "process_group: expected a ProcessGroup that this rank is in, "
+                f"got {type(process_group).__name__}"
+            )
         self._process_group = process_group
         self._residuals: dict[torch.device, Tensor] = {}
         self._parameters: dict[str, BucketParameter] = {}
@@ -95,10 +97,12 @@ class AdaCompState:
 
     def _add_parameters(self, ddp: DistributedDataParallel, option: BinSizeOption) -> None:
         ignored = ddp.parameters_to_ignore
+        # What was frozen after DDP was made is still in its buckets.
+        frozen_later = set(map(id, ddp._module_parameters))
         named = [
             (name, parameter)
             for name, parameter in ddp.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
+            if (parameter.requires_grad or id(parameter) in frozen_later) and name not in ignored
         ]
         owners = {
             id(parameter): owner
@@ -154,7 +158,7 @@ class AdaCompState:
             exchange = BucketExchange(parameters, buffer, self._codec, group)
         self._count_step(ids)
         if key not in self._exchanges:
-            exchange.agree(self._fields(group), buffer.device)
+            exchange.agree(self._fields("backward", group), buffer.device)
             self._exchanges[key] = exchange
         exchange.last_step = self._step
         return exchange
@@ -189,8 +193,9 @@ class AdaCompState:
             self._seen = set()
         self._seen.update(ids)
 
-    def _fields(self, group: dist.ProcessGroup) -> dict[str, object]:
+    def _fields(self, operation: str, group: dist.ProcessGroup) -> dict[str, object]:
         return {
+            "operation": operation,  # first: a rank that does something else explains all the rest
             "adacomp_torch version": __version__,
             "wire version": _C.wire_version,
             "world_size": dist.get_world_size(group),
@@ -279,9 +284,9 @@ class AdaCompState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: step and residuals by parameter name. Every rank must save its own.
 
-        Tensors and plain types only, so that `torch.load` takes it with `weights_only=True`. Payload
-        sizes are not part of it: a resumed run has the bits of an uninterrupted one as long as
-        neither drops a chunk.
+        Tensors and plain types only, so that `torch.load` takes it with `weights_only=True`.
+        Payload sizes are not part of it: a resumed run has the bits of an uninterrupted one as long
+        as neither drops a chunk.
         """
         self.check()
         group = self._group()
@@ -309,8 +314,9 @@ class AdaCompState:
         )
         device = next(iter(self._residuals), torch.device("cpu"))
         fields = {
-            "what load_state_dict found wrong": error,  # first: it explains the others
-            **self._fields(group),
+            "operation": "load_state_dict",
+            "what load_state_dict found wrong": error,  # it explains the fields after it
+            **self._fields("load_state_dict", group),
             "step": None if error else state_dict["step"],
             "bin_size": {name: entry.bin_size for name, entry in self._parameters.items()},
         }
@@ -349,6 +355,16 @@ class AdaCompState:
             "AdaCompState belongs to a live DistributedDataParallel object and cannot be copied or "
             "pickled; save its state_dict() and load that into a new one"
         )
+
+
+def _checked_factor(factor: object) -> float:
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool):
+        raise TypeError(f"threshold_factor: expected a number, got {type(factor).__name__}")
+    if not 1.0 <= factor <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"threshold_factor: expected a finite number >= 1 within float32, got {factor}"
+        )
+    return float(factor)
 
 
 def _check_parameter(name: str, parameter: Tensor, owner: nn.Module) -> None:

@@ -178,6 +178,8 @@ def state(rank: int, world_size: int = 2, step: int = 5, **residuals: Tensor) ->
 
 MERGES = {
     "nothing": ([], "expected one state of each rank"),
+    "no states": ([None], "expected mappings with format, rank"),
+    "empty states": ([{}], "expected mappings with format, rank"),
     "one of two": ([state(0)], "expected one state of each rank, got ranks [0]"),
     "twice the same": ([state(1), state(1)], "expected one state of each rank, got ranks [1, 1]"),
     "another step": (

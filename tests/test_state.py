@@ -92,6 +92,9 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": "tensor"}, ValueError, "scale: expected 'layer' or 'bin', got 'tensor'"),
     ({"threshold_factor": 0.9}, ValueError, "threshold_factor: expected a finite number >= 1"),
     ({"threshold_factor": float("inf")}, ValueError, "threshold_factor: expected a finite number"),
+    ({"threshold_factor": 1e39}, ValueError, "threshold_factor: expected a finite number >= 1"),
+    ({"threshold_factor": "2"}, TypeError, "threshold_factor: expected a number, got str"),
+    ({"process_group": "gloo"}, TypeError, "process_group: expected a ProcessGroup that this rank"),
     ({"start_iter": -1}, ValueError, "start_iter: expected an int >= 0, got -1"),
     ({"start_iter": 1.5}, ValueError, "start_iter: expected an int >= 0, got 1.5"),
 ]
@@ -163,6 +166,19 @@ def test_the_state_is_neither_copied_nor_pickled():
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="save its state_dict"):
             copier(state)
+
+
+def test_a_parameter_frozen_after_ddp_was_made_is_still_in_its_buckets():
+    module = GivenGradients()
+    ddp = wrap(module, find_unused_parameters=True)
+    module.second.requires_grad_(False)
+    state = AdaCompState(ddp, bin_size=64)
+    ddp.register_comm_hook(state, adacomp_hook)
+    for step in range(2):
+        ddp(random_gradients(0, step)).backward()
+    stats = state.stats()
+    assert 0 < stats["bytes_sent"] < stats["dense_bytes"]
+    assert module.second.grad is None
 
 
 # ---- views and statistics ------------------------------------------------------------------------
@@ -257,6 +273,22 @@ def test_ranks_that_differ_in_an_option_all_say_which(what):
     options, message = DIFFERENCES[what]
     for said in run_ranks(differing, 2, options):
         assert f"adacomp_torch: ranks differ in {message}" in said
+
+
+def loading_on_rank_1_only(rank: int) -> str:
+    ddp = wrap(GivenGradients())
+    state = AdaCompState(ddp)
+    ddp.register_comm_hook(state, adacomp_hook)
+    loss = ddp(random_gradients(rank, 0))
+    act = loss.backward if rank == 0 else lambda: state.load_state_dict(state.state_dict())
+    with pytest.raises(RuntimeError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_loading_on_one_rank_while_the_other_trains_is_said_by_both():
+    for said in run_ranks(loading_on_rank_1_only, 2):
+        assert "ranks differ in operation: rank 0 has 'backward', rank 1 has 'load_state" in said
 
 
 def of_another_version(rank: int) -> str:
