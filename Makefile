@@ -13,7 +13,7 @@ CXX_SOURCES := $(filter %.h %.cpp,$(SOURCES))
 # Installed, not editable: environments with different versions of torch can share the tree.
 $(VENV)/installed: pyproject.toml setup.py $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --upgrade pip "setuptools>=77" wheel ninja numpy
+	$(VENV)/bin/pip install --quiet --upgrade pip "setuptools>=77,<82" wheel ninja numpy
 	$(VENV)/bin/pip install --quiet "$(TORCH)"
 	rm -rf build/lib*
 	$(VENV)/bin/pip install --quiet --no-build-isolation ".[examples,test,lint]"
