@@ -144,15 +144,15 @@ class BucketExchange:
         if self.exchanges < _DISTANCE:
             entry_bytes = self._first_entry_bytes()
         else:
-            if self._completed < self.exchanges - _DISTANCE + 1:
+            sizing = self.exchanges - _DISTANCE + 1  # exchanges whose headers may count
+            if self._completed < sizing:
                 raise RuntimeError(
                     f"adacomp_hook: an earlier exchange of the bucket from "
                     f"{self.parameters[0].name!r} failed; restart from a checkpoint"
                 )
             # Headers of a later exchange than n - 2 may be here already: not on every rank.
-            known = list(self._needed)
-            surplus = self._completed - (self.exchanges - _DISTANCE + 1)
-            known = known[: len(known) - surplus][-_WINDOW:]
+            surplus = self._completed - sizing
+            known = list(self._needed)[: len(self._needed) - surplus][-_WINDOW:]
             # No margin on top: the largest of 16 W needs is one, what exceeds it is only late, and
             # an element waits for about bin_size / 6 steps anyway.
             entry_bytes = max(known)

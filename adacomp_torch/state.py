@@ -153,12 +153,15 @@ class AdaCompState:
         group = self._group()
         key = (ids, buffer.dtype, buffer.device, group)
         exchange = self._exchanges.get(key)
+        is_new = exchange is None
         if exchange is None:
             parameters = self._checked_bucket(buffer, tensors)
             exchange = BucketExchange(parameters, buffer, self._codec, group)
         self._count_step(ids)
-        if key not in self._exchanges:
-            exchange.agree(self._fields("backward", group), buffer.device)
+        if is_new:
+            # The operation first: a rank that does something else explains all the rest.
+            fields = {"operation": "backward", **self._fields(group)}
+            exchange.agree(fields, buffer.device)
             self._exchanges[key] = exchange
         exchange.last_step = self._step
         return exchange
@@ -193,9 +196,8 @@ class AdaCompState:
             self._seen = set()
         self._seen.update(ids)
 
-    def _fields(self, operation: str, group: dist.ProcessGroup) -> dict[str, object]:
+    def _fields(self, group: dist.ProcessGroup) -> dict[str, object]:
         return {
-            "operation": operation,  # first: a rank that does something else explains all the rest
             "adacomp_torch version": __version__,
             "wire version": _C.wire_version,
             "world_size": dist.get_world_size(group),
@@ -286,7 +288,7 @@ class AdaCompState:
 
         Tensors and plain types only, so that `torch.load` takes it with `weights_only=True`.
         Payload sizes are not part of it: a resumed run has the bits of an uninterrupted one as long
-        as neither drops a chunk.
+        as neither drops a chunk after the save.
         """
         self.check()
         group = self._group()
@@ -316,7 +318,7 @@ class AdaCompState:
         fields = {
             "operation": "load_state_dict",
             "what load_state_dict found wrong": error,  # it explains the fields after it
-            **self._fields("load_state_dict", group),
+            **self._fields(group),
             "step": None if error else state_dict["step"],
             "bin_size": {name: entry.bin_size for name, entry in self._parameters.items()},
         }

@@ -41,8 +41,7 @@ ADACOMP_HD inline bool finite_bits(uint32_t abs_bits) {
   return abs_bits < kInfinityBits;
 }
 
-// ---- gradient dtypes: storage type <-> float32, to nearest even
-// ------------------------------------
+// ---- gradient dtypes: storage type <-> float32, to nearest even ----
 
 struct Half {
   uint16_t bits;
@@ -59,8 +58,7 @@ ADACOMP_HD inline float to_float(BFloat16 x) {
   return bits_float(uint32_t{x.bits} << 16);
 }
 
-// Subnormals go through an integer conversion, so that flush-to-zero modes do not change the
-// result.
+// Subnormals are converted from integers, so that flush-to-zero modes do not change the result.
 ADACOMP_HD inline float to_float(Half x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
@@ -91,8 +89,7 @@ template <>
 ADACOMP_HD inline Half from_float<Half>(float x) {
   const uint32_t sign = float_bits(x) >> 16 & 0x8000u;
   const uint32_t magnitude = abs_bits(x);
-  // Adding 0.5 leaves exactly the 10 mantissa bits of a subnormal half at the bottom, rounded to
-  // even.
+  // Adding 0.5 leaves the 10 mantissa bits of a subnormal half at the bottom, rounded to even.
   const uint32_t subnormal = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
   uint32_t bits = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14
@@ -108,8 +105,7 @@ ADACOMP_HD inline float largest_finite(GradType type) {
 }
 
 // Clamps a scale to the finite range of the gradient's dtype and rounds it to that dtype: what is
-// subtracted from the residual is then what every rank decodes, and no decoded value of one rank is
-// infinite.
+// subtracted from the residual is then what every rank decodes, and no rank's share is infinite.
 ADACOMP_HD inline float representable(float scale, GradType type) {
   const float largest = largest_finite(type);
   const float clamped = scale < largest ? scale : largest;
@@ -123,8 +119,7 @@ ADACOMP_HD inline float representable(float scale, GradType type) {
   }
 }
 
-// ---- selection
-// -------------------------------------------------------------------------------------
+// ---- selection ----
 
 ADACOMP_HD inline float sum_gradient(float residual, float grad) {
   return residual + grad;
@@ -149,11 +144,9 @@ ADACOMP_HD inline float corrected(float g, float scale, bool negative) {
   return g - signed_scale(scale, negative);
 }
 
-// ---- scales
-// ----------------------------------------------------------------------------------------
+// ---- scales ----
 
-// One byte per bin: two steps per octave, from 2^-100 to 2^28; the rounding error stays in the
-// residual.
+// One byte per bin: two steps per octave, 2^-100 to 2^28; the residual keeps the rounding error.
 ADACOMP_HD inline uint32_t bin_code(float g_max) {
   const int32_t code = static_cast<int32_t>(float_bits(g_max) >> 22) - 54;
   return static_cast<uint32_t>(code < 1 ? 1 : code > 255 ? 255 : code);

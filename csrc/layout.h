@@ -1,5 +1,4 @@
-// Derived tables of a layout: where each chunk and each raw value lies. Host only; built per call
-// in O(segments).
+// Derived tables of a layout: where each chunk and each raw value lies. Host only, O(segments).
 #pragma once
 
 #include <algorithm>

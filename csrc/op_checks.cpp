@@ -33,15 +33,17 @@ void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& 
 }  // namespace
 
 void check_distinct(std::initializer_list<NamedTensor> tensors) {
-  const auto begin = [](const NamedTensor& t) {
-    return reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr());
+  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
+    const auto a_begin = reinterpret_cast<uintptr_t>(a.const_data_ptr());
+    const auto b_begin = reinterpret_cast<uintptr_t>(b.const_data_ptr());
+    const bool apart = a_begin + a.nbytes() <= b_begin || b_begin + b.nbytes() <= a_begin;
+    return a.nbytes() > 0 && b.nbytes() > 0 && !apart;
   };
-  const auto end = [&](const NamedTensor& t) { return begin(t) + t.tensor.nbytes(); };
   for (auto b = tensors.begin(); b != tensors.end(); ++b) {
     for (auto a = tensors.begin(); a != b; ++a) {
-      TORCH_CHECK(end(*a) <= begin(*b) || end(*b) <= begin(*a) || a->tensor.nbytes() == 0 ||
-                      b->tensor.nbytes() == 0,
-                  b->name, ": expected memory of its own, got an overlap with ", a->name);
+      if (a->tensor == nullptr || b->tensor == nullptr) continue;
+      TORCH_CHECK(!overlap(*a->tensor, *b->tensor), b->name,
+                  ": expected memory of its own, got an overlap with ", a->name);
     }
   }
 }

@@ -3,8 +3,7 @@
 //   header | scales | chunk table | raw values | entries | zeros up to the capacity
 //
 // Little endian; every part starts at a multiple of 16 bytes. "fixed" bytes are all parts before
-// the entries: they depend on the layout alone. docs/wire-format.md describes each field for
-// readers.
+// the entries: they depend on the layout alone. docs/wire-format.md describes each field.
 #pragma once
 
 #include <cstddef>
@@ -112,8 +111,7 @@ ADACOMP_HD constexpr bool entry_last(uint32_t entry) {
 }
 constexpr uint32_t kLastInBin = 1;
 
-// "This bin sends nothing" (layer scales; with bin scales the code 0 says it): all-ones index,
-// last.
+// "This bin sends nothing", with layer scales (else code 0 says it): all-ones index, last.
 ADACOMP_HD constexpr uint32_t nothing_entry(int64_t entry_bytes) {
   return entry_bytes == 1 ? 0xFD : 0xFFFD;
 }
@@ -136,8 +134,7 @@ ADACOMP_HD constexpr Offsets payload_offsets(int64_t segments, int64_t chunks,
   return o;
 }
 
-// Where admission starts when the entries do not fit: another chunk every step, so that none
-// starves.
+// Where admission starts when the entries do not fit: elsewhere every step, so that none starves.
 ADACOMP_HD constexpr int64_t first_admitted_chunk(int64_t step, int64_t chunks) {
   const auto hashed = static_cast<uint32_t>(static_cast<uint64_t>(step) * 2654435761u);
   return static_cast<int64_t>(hashed * static_cast<uint64_t>(chunks) >> 32);

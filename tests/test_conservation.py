@@ -81,13 +81,22 @@ def accumulate_without_sync(rank: int, leading: int) -> None:
     for step in range(6):
         synced = step >= leading and step % 2 == 1
         grads = exact_gradients(rank, step)
+        before = residuals_of(state, module)
         with contextlib.nullcontext() if synced else ddp.no_sync():
             ddp(grads).backward()
-        for sum_, grad in zip(total, grads, strict=True):
-            sum_ += grad
-        if synced:
-            assert_equal_on_all_ranks([p.grad for p in module.parameters()], f"step {step}")
-            module.zero_grad()
+        total = [sum_ + grad for sum_, grad in zip(total, grads, strict=True)]
+        after = residuals_of(state, module)
+        if not synced:
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            continue
+        assert_equal_on_all_ranks([p.grad for p in module.parameters()], f"step {step}")
+        # As one backward with the sum of all gradients since the last exchange.
+        for (name, p), sum_ in zip(named(module), total, strict=True):
+            kept = sum(t.double() for t in gather_all(before[name] + sum_))
+            now = sum(t.double() for t in gather_all(after[name]))
+            assert torch.equal(now + dist.get_world_size() * p.grad.double(), kept), name
+        total = [torch.zeros(p.shape) for p in module.parameters()]
+        module.zero_grad()
     assert assert_compressed(state)["steps"] == sum(s % 2 for s in range(leading, 6))
 
 

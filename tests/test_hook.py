@@ -134,8 +134,7 @@ def memory_formats(rank: int, channels_last: bool) -> None:
         module = module.to(memory_format=torch.channels_last)
     # Bins of one element: every element is its own maximum, so all that is not zero is sent.
     ddp, state = hooked(module, bin_size=1, scale="bin")
-    torch.manual_seed(rank)
-    ddp(torch.randn(4, 3, 9, 9)).square().sum().backward()
+    ddp(same_input(rank)).square().sum().backward()
     for name, p in named(module):
         if p.numel() < 512:
             continue
@@ -398,9 +397,8 @@ def capacities(rank: int, scale: str) -> None:
     # Settled: the largest need of the window, without the burst that left it at step 10 + 17.
     assert sizes[-1] < sizes[12]
     # Nothing of what was dropped is lost.
-    off = sum(gather_all(sent * world_size + state.residual("weight") * 1.0 - total))
     everything = sum(gather_all(total - state.residual("weight")))
-    assert torch.allclose(sent * world_size, everything, atol=1e-2), float(off.abs().max())
+    assert torch.allclose(sent * world_size, everything, atol=1e-2)
 
 
 def gather_objects(value: object) -> list[Any]:

@@ -63,8 +63,7 @@ uint64_t bit_mask(const uint8_t* selected) {
   return mask;
 }
 
-// Packs the selected elements of a bin in index order; reads selected[0, n rounded up to 64), whose
-// tail is 0.
+// Packs the selected elements of a bin in index order; selected is 0 from n to a multiple of 64.
 template <typename Entry>
 Entry* pack(const uint8_t* selected, const float* g, int64_t n, Entry* out) {
   for (int64_t j = 0; j < n; j += kSelectedBlock) {
@@ -276,8 +275,7 @@ void Compressor::correct(const Chunk& chunk, const uint8_t* range, int64_t entri
   const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
   const auto* entry =
       reinterpret_cast<const Entry*>(range + codes_bytes(chunk.bins, codec_.bin_scales));
-  // A loop over entries, not over bins: the number in a bin is hard to predict for the processor
-  // too.
+  // A loop over entries, not over bins: how many a bin has is hard to predict.
   const uint8_t* code = range;
   while (entries > 0) {
     if (codec_.bin_scales) {

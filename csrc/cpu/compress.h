@@ -1,13 +1,11 @@
 // Compression of one bucket on the CPU. Torch-free: raw pointers in, the caller brings the threads.
 //
-// 1. select()    per task, in parallel: residual = G; bin maxima; entries staged, with no scale
-// known yet
+// 1. select()    per task, in parallel: residual = G; bin maxima; entries staged, no scale yet
 // 2. assemble()  once: scales, admission, everything of the payload but entries and raw values
 // 3. commit()    per task, in parallel: entries into the payload, sign(G) s off the residual
 // copy_raw() may run at any time.
 //
-// With the layer scale 3 needs the mean over the whole segment, so that 1 cannot correct the
-// residual.
+// With the layer scale 3 needs the mean over the whole segment: 1 cannot correct the residual.
 #pragma once
 
 #include <cstdint>
@@ -63,8 +61,7 @@ class Compressor {
   int64_t* counters_;
   const Offsets offsets_;
   std::vector<ChunkResult> results_;
-  std::vector<std::vector<uint8_t>>
-      staged_;  // per task: the ranges of its chunks, one after the other
+  std::vector<std::vector<uint8_t>> staged_;  // per task: the ranges of its chunks
 };
 
 }  // namespace adacomp::cpu

@@ -96,8 +96,7 @@ bool Decompressor::check_header(int64_t rank) {
   return field == Field::kNone;
 }
 
-// A scale is NaN, 0 or positive and finite; 1 is the only positive one with bin scales, 0 the only
-// raw one.
+// A scale is NaN, 0 or positive and finite; with bin scales only 1 is positive; raw: 0.
 bool Decompressor::check_scales(int64_t rank) {
   for (int64_t i = 0; i < layout_.segments(); ++i) {
     const uint32_t bits = float_bits(scales(rank)[i]);
@@ -110,8 +109,7 @@ bool Decompressor::check_scales(int64_t rank) {
   return true;
 }
 
-// Offsets start at 0, never decrease, are even, and end at `used`; segments without a scale have
-// empty ranges.
+// Offsets start at 0, never decrease, are even, and end at `used`; no scale, empty ranges.
 bool Decompressor::check_table(int64_t rank) {
   const uint32_t* const offset = table(rank);
   const auto used = static_cast<int64_t>(header_of(payload(rank)).used_bytes);
@@ -186,8 +184,7 @@ Field Decompressor::add_range(const Chunk& chunk, const uint8_t* range, int64_t 
   if (!all_zero(range, codec_.bin_scales ? chunk.bins : 0, codes)) return Field::kPadding;
   const auto* entry = reinterpret_cast<const Entry*>(range + codes);
   const auto* const end = entry + (bytes - codes) / static_cast<int64_t>(sizeof(Entry));
-  // A loop over entries, not over bins: the number in a bin is hard to predict for the processor
-  // too.
+  // A loop over entries, not over bins: how many a bin has is hard to predict.
   int64_t b = 0;
   int64_t j = 0;          // first element of bin b
   int64_t previous = -1;  // index of the entry before in bin b

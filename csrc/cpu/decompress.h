@@ -1,5 +1,4 @@
-// Decompression of the payloads of all ranks for one bucket on the CPU. Torch-free, like
-// compress.h.
+// Decompression of the payloads of all ranks for one bucket on the CPU. Torch-free too.
 //
 // 1. check_payloads()  once: headers, scales, chunk tables, padding of every payload
 // 2. decode()          per range of chunks, in parallel: entries are checked as they are read
@@ -18,8 +17,7 @@ namespace adacomp::cpu {
 
 class Decompressor {
  public:
-  // payloads: uint8 [world_size, capacity]. grad: layout's elements of codec.grad_type, all
-  // written.
+  // payloads: uint8 [world_size, capacity]. grad: as Compressor's, all written.
   Decompressor(const Layout& layout, const Codec& codec, const uint8_t* payloads,
                int64_t world_size, int64_t capacity, int64_t step, void* grad);
 

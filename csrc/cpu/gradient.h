@@ -7,8 +7,7 @@
 
 namespace adacomp::cpu {
 
-// grad[offset, offset + count) as float32: in place where it is float32 already, else converted
-// into `buffer`.
+// grad[offset, offset + count) as float32: where it is if it is float32, else in `buffer`.
 const float* load_gradient(const void* grad, GradType type, int64_t offset, int64_t count,
                            float* buffer);
 

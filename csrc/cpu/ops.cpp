@@ -1,5 +1,4 @@
-// The CPU implementation of the ops: checks, then the torch-free kernels on at::parallel_for's
-// threads.
+// The ops on the CPU: checks, then the torch-free kernels on at::parallel_for's threads.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -33,11 +32,11 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
   check_residual(residual, grad, checked);
   check_payloads("payload", payload, 1, grad, checked);
   if (counters) check_int64("counters", *counters, {checked.segments(), 2}, grad);
-  check_distinct({{"layout", layout},
-                  {"grad", grad},
-                  {"residual", residual},
-                  {"payload", payload},
-                  {"counters", counters ? *counters : grad.slice(0, 0, 0)}});
+  check_distinct({{"layout", &layout},
+                  {"grad", &grad},
+                  {"residual", &residual},
+                  {"payload", &payload},
+                  {"counters", counters ? &*counters : nullptr}});
 
   const int64_t tasks =
       std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
@@ -62,7 +61,8 @@ void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Te
   check_payloads("payloads", payloads, 2, grad, checked);
   TORCH_CHECK(payloads.size(0) >= 1, "payloads: expected at least one rank, got 0");
   check_int64("status", status, {1}, grad);
-  check_distinct({{"layout", layout}, {"payloads", payloads}, {"grad", grad}, {"status", status}});
+  check_distinct(
+      {{"layout", &layout}, {"payloads", &payloads}, {"grad", &grad}, {"status", &status}});
 
   Decompressor decompressor(checked, codec, payloads.const_data_ptr<uint8_t>(), payloads.size(0),
                             payloads.size(1), step, grad.data_ptr());
