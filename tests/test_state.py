@@ -30,7 +30,7 @@ def group(tmp_path_factory: pytest.TempPathFactory):
 
 
 def bin_sizes(state: AdaCompState) -> dict[str, int | None]:
-    return {name: entry.bin_size for name, entry in state._parameters.items()}
+    return {name: entry.bin_size for name, entry in state._residuals.parameters.items()}
 
 
 class Mixed(nn.Module):
