@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -52,6 +54,17 @@ class AdaCompState:
         ValueError: an option is out of range, or the DDP object has a state already.
     """
 
+    def __new__(cls, *_args: object, **options: object) -> AdaCompState:
+        valid = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in options:
+            if name not in valid:
+                close = difflib.get_close_matches(name, valid, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise TypeError(
+                    f"AdaCompState: expected options {', '.join(valid[1:])}, got {name!r}{hint}"
+                )
+        return super().__new__(cls)
+
     def __init__(
         self,
         module: DistributedDataParallel,
@@ -68,6 +81,7 @@ class AdaCompState:
                 "module: expected a DistributedDataParallel object (the wrapped model, not the "
                 f"model itself), got {type(module).__name__}"
             )
+        _check_hook_is_free(module)
         previous = _states.get(module)
         if previous is not None and previous() is not None:
             raise ValueError(
@@ -325,7 +339,19 @@ class AdaCompState:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "AdaCompState belongs to a live DistributedDataParallel object and cannot be copied or "
-            "pickled; save its state_dict() and load that into a new one"
+            "pickled, nor can that object: use its `module`, and this state's state_dict()"
+        )
+
+
+def _check_hook_is_free(ddp: DistributedDataParallel) -> None:
+    """DDP takes one hook; some of its features are one, and would say so less clearly and later."""
+    taken = [getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks]
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters):
+        taken = ["the one of an optimizer in the backward"]
+    if taken:
+        raise ValueError(
+            f"module: expected no communication hook yet, because DDP takes only one, "
+            f"got {', '.join(taken)}"
         )
 
 
