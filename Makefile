@@ -4,11 +4,12 @@ VENV ?= .venv
 TORCH ?= torch>=2.11,<2.16
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SOAK_MINUTES ?= 1
 
 SOURCES := $(shell find csrc adacomp_torch -name '*.h' -o -name '*.cpp' -o -name '*.py' -o -name '*.pyi')
 CXX_SOURCES := $(filter %.h %.cpp,$(SOURCES))
 
-.PHONY: demo test lint format benchmark clean
+.PHONY: demo test soak lint format benchmark clean
 
 # Installed, not editable: environments with different versions of torch can share the tree.
 $(VENV)/installed: pyproject.toml setup.py $(SOURCES)
@@ -25,6 +26,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(VENV)/bin/pytest $(TEST_ARGS)
+
+soak: $(VENV)/installed
+	$(VENV)/bin/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
