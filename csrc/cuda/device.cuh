@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(ADACOMP_CUDA_EMULATOR)
 
@@ -46,16 +47,11 @@ constexpr Error kSuccess = cudaSuccess;
 template <typename T>
 using shared_array = T*;
 
-// Keeps a parameter out of deduction: arguments convert to what the kernel takes.
-template <typename T>
-struct Same {
-  using type = T;
-};
-
 // The only way to start a kernel. blocks: 1 to 2^31 - 1. threads: a multiple of 32, up to 1024.
+// Arguments convert to the kernel's parameters: decay_t keeps them out of the deduction.
 template <typename... Params>
 Error launch(void (*kernel)(Params...), int64_t blocks, int threads, Stream stream,
-             typename Same<Params>::type... args) {
+             std::decay_t<Params>... args) {
   if (blocks < 1 || blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   void* pointers[] = {&args..., nullptr};  // never of size 0
   return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
