@@ -116,7 +116,10 @@ void add_fiber() {
   boost::context::protected_fixedsize_stack allocator(kStackBytes);
   Thread thread;
   thread.stack = allocator.allocate();
-  const boost::context::preallocated memory(thread.stack.sp, thread.stack.size, thread.stack);
+  // Stacks that begin at different cache lines of a page are not all in the same sets of the cache.
+  const size_t shift = m.threads.size() % 64 * 64;
+  const boost::context::preallocated memory(static_cast<char*>(thread.stack.sp) - shift,
+                                            thread.stack.size - shift, thread.stack);
   thread.fiber = boost::context::fiber(std::allocator_arg, memory, allocator, run_threads);
   m.threads.push_back(std::move(thread));
 }
@@ -153,9 +156,12 @@ int find(State state, int begin, int end) {
   fail_to_meet(in_warp ? Kind::kIncompleteWarpOperation : Kind::kDivergentBarrier, thread, other);
 }
 
+bool same(const char* a, const char* b) {
+  return a == b || std::strcmp(a, b) == 0;
+}
+
 bool same(const Place& a, const Place& b) {
-  return a.line == b.line && std::strcmp(a.operation, b.operation) == 0 &&
-         std::strcmp(a.file, b.file) == 0;
+  return a.line == b.line && same(a.operation, b.operation) && same(a.file, b.file);
 }
 
 void make_ready(int begin, int end) {
@@ -356,6 +362,7 @@ void run(int64_t blocks, int threads, const std::function<void()>& body) {
   }
   m.body = &body;
   m.count = threads;
+  m.threads.reserve(kMaxThreads);  // fibers hold references
   while (static_cast<int>(m.threads.size()) < threads) add_fiber();
   m.shared.clear();
   gridDim = {static_cast<unsigned>(blocks), 1, 1};
