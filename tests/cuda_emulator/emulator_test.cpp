@@ -1,46 +1,18 @@
-// Tests of the emulator: kernels that are right, whose results are exact, and kernels that are
-// wrong on purpose, which must be reported as what they are.
+// Kernels that are right: their results are exact, in every order of threads and blocks.
 //
-//   emulator_test --list   the cases' names
+//   emulator_test --list   the cases' names, and those of emulator_faults_test.cpp
 //   emulator_test NAME     runs one
+#include "emulator_test.h"
+
 #include <algorithm>
 #include <cstdio>
-#include <functional>
+#include <iterator>
 #include <numeric>
 #include <set>
-#include <string>
-#include <vector>
-
-#include "device.cuh"
 
 using adacomp::cuda::kAllLanes;
 using adacomp::cuda::launch;
 using adacomp::cuda::shared_array;
-using emulator::Kind;
-
-#define CHECK(condition) \
-  if (!(condition)) throw std::logic_error(std::to_string(__LINE__) + ": " #condition)
-
-constexpr int kSeeds = 50;
-
-// Runs `launches` under many seeds, which must fail each time, and returns the last error.
-emulator::Error error_of(Kind kind, const std::function<void()>& launches) {
-  std::vector<emulator::Error> errors;
-  for (int seed = 0; seed < kSeeds; ++seed) {
-    emulator::set_seed(seed);
-    try {
-      launches();
-    } catch (const emulator::Error& error) {
-      if (error.kind != kind) throw;
-      errors.push_back(error);
-    }
-    CHECK(errors.size() == seed + size_t{1});
-  }
-  CHECK(std::string(errors.back().what()).find(kind_name(kind)) == 0);
-  return errors.back();
-}
-
-// ---- right ----
 
 template <typename T>
 __device__ __forceinline__ T block_sum(T value) {
@@ -91,7 +63,7 @@ void check_reduction() {
   }
 }
 
-void reduction() {
+TEST(reduction) {
   for (int seed = 0; seed < kSeeds; ++seed) {
     emulator::set_seed(seed);
     check_reduction<256>();
@@ -120,7 +92,7 @@ void check_scan() {
   CHECK(values == expected);
 }
 
-void warp_scan() {
+TEST(warp_scan) {
   check_scan<int>();
   check_scan<unsigned>();
   check_scan<float>();
@@ -135,7 +107,7 @@ __global__ void shuffle_by(int n, int* out) {
   out[3 * 64 + threadIdx.x] = __shfl_xor_sync(kAllLanes, value, n);
 }
 
-void shuffles() {
+TEST(shuffles) {
   std::vector<int> out(4 * 64);
   for (int n = 0; n < 32; ++n) {
     launch(shuffle_by, 1, 64, nullptr, n, out.data());
@@ -165,7 +137,7 @@ __global__ void compact(const int* in, int* out, int* kept) {
   if (threadIdx.x == 0) *kept = total;
 }
 
-void ballot_compaction() {
+TEST(ballot_compaction) {
   std::vector<int> in(512), expected, out(512, -1);
   for (int i = 0; i < 512; ++i) in[i] = i * 37 % 101;
   std::copy_if(in.begin(), in.end(), std::back_inserter(expected),
@@ -191,7 +163,7 @@ __global__ void rotate(int rounds, int* out) {
   out[threadIdx.x] = ring[threadIdx.x];
 }
 
-void wide_blocks() {
+TEST(wide_blocks) {
   std::vector<int> out(1024);
   launch(rotate, 3, 1024, nullptr, 17, out.data());
   for (int i = 0; i < 1024; ++i) CHECK(out[i] == (i + 17) % 1024);
@@ -215,12 +187,12 @@ void check_atomics() {
   for (int i = 0; i < 256; ++i) CHECK(tickets[i] == T(3 * i));
 }
 
-void atomics() {
+TEST(atomics) {
   check_atomics<unsigned>();
   check_atomics<unsigned long long>();
 }
 
-void bits() {
+TEST(bits) {
   CHECK(__popc(0) == 0 && __popc(0xffffffff) == 32 && __popc(0x80000001) == 2);
   CHECK(__ffs(0) == 0 && __ffs(1) == 1 && __ffs(INT32_MIN) == 32 && __ffs(0x50) == 5);
   CHECK(__clz(0) == 32 && __clz(1) == 31 && __clz(-1) == 0 && __clz(0x00ff0000) == 8);
@@ -237,7 +209,7 @@ __global__ void exchange_in_warp(int* out) {
   }
 }
 
-void syncwarp_orders() {
+TEST(syncwarp_orders) {
   std::vector<int> out(64);
   emulator::set_warp_operations_order_memory(false);
   launch(exchange_in_warp, 1, 64, nullptr, out.data());
@@ -276,7 +248,7 @@ __global__ void use_elements(int64_t* out) {
   if (i == 0) out[32] = sum_of(bytes, 64);
 }
 
-void elements() {
+TEST(elements) {
   using Element = emulator::SharedElement<int>;
   static_assert(std::is_convertible_v<Element, int> && std::is_assignable_v<Element, int>);
   static_assert(!std::is_convertible_v<Element&, int> && !std::is_assignable_v<Element&, int>);
@@ -292,7 +264,7 @@ __global__ void own_arguments(Pair pair, int* out) {
   out[threadIdx.x] = static_cast<int>(pair.a);
 }
 
-void arguments() {
+TEST(arguments) {
   std::vector<int> out(64);
   launch(own_arguments, 1, 64, nullptr, {5, 6}, out.data());
   for (int i = 0; i < 64; ++i) CHECK(out[i] == 5 + i);
@@ -307,7 +279,7 @@ __global__ void record_order(unsigned* ticket, unsigned* order) {
   order[base + 128] = atomicAdd(ticket, 1u) % 64;
 }
 
-void seeds() {
+TEST(seeds) {
   std::set<std::vector<unsigned>> orders, first_blocks;
   for (int run = 0; run < 2 * kSeeds; ++run) {
     emulator::set_seed(run / 2);
@@ -323,331 +295,17 @@ void seeds() {
   CHECK(first_blocks.size() == 3 * 2);  // all permutations of the blocks
 }
 
-// ---- wrong ----
-
-// The array is initialised first, so that the missing barrier is all that is wrong.
-__global__ void miss_barrier(int* out) {
-  ADACOMP_SHARED(int, tile, 128);
-  tile[threadIdx.x] = 0;
-  __syncthreads();
-  tile[threadIdx.x] = threadIdx.x;
-  out[threadIdx.x] = tile[127 - threadIdx.x];
-}
-
-void missing_barrier() {
-  std::vector<int> out(128);
-  const auto error =
-      error_of(Kind::kSharedRace, [&] { launch(miss_barrier, 3, 128, nullptr, out.data()); });
-  CHECK(error.array == "tile" && error.thread + error.other_thread == 127);
-  CHECK(error.index == error.thread || error.index == error.other_thread);
-}
-
-// Reads by readers[0..1] and nobody else, then a write by `writer`, in one epoch.
-__global__ void write_after_reads(int reader0, int reader1, int writer, int* out) {
-  ADACOMP_SHARED(int, tile, 8);
-  const int i = threadIdx.x;
-  if (i == 0) tile[7] = 1;
-  __syncthreads();
-  if (i == reader0 || i == reader1) out[i] = tile[7];
-  if (i == writer) tile[7] = 2;
-}
-
-void write_race(int reader0, int reader1, int writer) {
-  std::vector<int> out(128);
-  const auto error = error_of(Kind::kSharedRace, [&] {
-    launch(write_after_reads, 1, 128, nullptr, reader0, reader1, writer, out.data());
-  });
-  CHECK(error.array == "tile" && error.index == 7 && error.block == 0);
-  CHECK(error.thread == writer || error.other_thread == writer);
-  CHECK(std::string(error.what()).find("tile[7]") != std::string::npos);
-}
-
-void race_between_warps() {
-  write_race(3, 3, 40);
-  write_race(3, 40, 40);
-  write_race(3, 40, 3);
-  write_race(3, 40, 100);
-}
-
-void race_in_warp() {
-  write_race(3, 3, 4);
-  write_race(3, 4, 4);
-  write_race(3, 4, 3);
-}
-
-// Each warp's first lanes exchange by `Order`; a write of another warp is ordered by neither.
-template <void order()>
-__global__ void exchange_after(int partner, int* out) {
-  ADACOMP_SHARED(int, tile, 64);
-  tile[threadIdx.x] = 0;
-  __syncthreads();
-  tile[threadIdx.x] = threadIdx.x;
-  order();
-  out[threadIdx.x] = tile[threadIdx.x ^ partner];
-}
-
-void nothing() {}
-void by_syncwarp() {
-  __syncwarp(kAllLanes);
-}
-void by_shuffle() {
-  __shfl_sync(kAllLanes, 1, 0);
-}
-void by_ballot() {
-  __ballot_sync(kAllLanes, true);
-}
-
-template <void order()>
-bool orders(int partner) {
-  std::vector<int> out(64);
-  const auto run = [&] { launch(exchange_after<order>, 1, 64, nullptr, partner, out.data()); };
-  try {
-    run();
-  } catch (const emulator::Error&) {
-    error_of(Kind::kSharedRace, run);
-    return false;
-  }
-  for (int i = 0; i < 64; ++i) CHECK(out[i] == (i ^ partner));
-  return true;
-}
-
-void race_without_syncwarp() {
-  CHECK(!orders<nothing>(1) && orders<by_syncwarp>(1));
-  CHECK(orders<by_shuffle>(1) && orders<by_ballot>(1));
-  CHECK(!orders<by_syncwarp>(32) && !orders<by_shuffle>(32) && !orders<by_ballot>(32));
-  emulator::set_warp_operations_order_memory(false);
-  CHECK(!orders<nothing>(1) && orders<by_syncwarp>(1));
-  CHECK(!orders<by_shuffle>(1) && !orders<by_ballot>(1));
-}
-
-__global__ void write_same(int distance) {
-  ADACOMP_SHARED(int, tile, 64);
-  tile[threadIdx.x % distance] = 1;
-}
-
-void race_of_writes() {
-  error_of(Kind::kSharedRace, [] { launch(write_same, 1, 64, nullptr, 32); });
-  error_of(Kind::kSharedRace, [] { launch(write_same, 1, 32, nullptr, 31); });
-  launch(write_same, 1, 64, nullptr, 64);
-}
-
-enum class Meeting { kBarrier, kOtherBarrier, kSyncWarp, kBallot, kShuffle, kOtherShuffle, kNone };
-
-__device__ void meet(Meeting meeting) {
-  if (meeting == Meeting::kBarrier) __syncthreads();
-  if (meeting == Meeting::kOtherBarrier) __syncthreads();
-  if (meeting == Meeting::kSyncWarp) __syncwarp(kAllLanes);
-  if (meeting == Meeting::kBallot) __ballot_sync(kAllLanes, 1);
-  if (meeting == Meeting::kShuffle) __shfl_sync(kAllLanes, 1.0, 0);
-  if (meeting == Meeting::kOtherShuffle) __shfl_sync(kAllLanes, 1.0, 0);
-}
-
-// The threads below `count` of block 1 meet elsewhere than the others.
-__global__ void part_ways(int count, Meeting some, Meeting others) {
-  __syncthreads();
-  const bool apart = blockIdx.x == 1 && static_cast<int>(threadIdx.x) < count;
-  if (apart && some == Meeting::kNone) return;
-  meet(apart ? some : others);
-}
-
-emulator::Error parted(Kind kind, int count, Meeting some, Meeting others) {
-  const auto error =
-      error_of(kind, [&] { launch(part_ways, 3, 96, nullptr, count, some, others); });
-  CHECK(error.block == 1 && std::string(error.what()).find(": block 1: ") != std::string::npos);
-  CHECK((error.thread < count) != (error.other_thread < count));
-  return error;
-}
-
-void divergent_barrier() {
-  for (const int count : {1, 31, 32, 50, 95}) {
-    parted(Kind::kDivergentBarrier, count, Meeting::kBarrier, Meeting::kNone);
-    parted(Kind::kDivergentBarrier, count, Meeting::kBarrier, Meeting::kOtherBarrier);
-  }
-}
-
-void early_return() {
-  const auto error = parted(Kind::kDivergentBarrier, 5, Meeting::kNone, Meeting::kBarrier);
-  CHECK(error.thread >= 5 && error.other_thread < 5);
-}
-
-void incomplete_shuffle() {
-  for (const Meeting meeting : {Meeting::kShuffle, Meeting::kBallot, Meeting::kSyncWarp}) {
-    const auto error = parted(Kind::kIncompleteWarpOperation, 16, meeting, Meeting::kNone);
-    CHECK(error.thread < 16 && error.other_thread == 16);
-    parted(Kind::kIncompleteWarpOperation, 33, Meeting::kNone, meeting);
-    parted(Kind::kIncompleteWarpOperation, 16, meeting, Meeting::kOtherShuffle);
-  }
-}
-
-void shuffle_and_barrier() {
-  for (const int count : {1, 16, 63}) {
-    parted(Kind::kIncompleteWarpOperation, count, Meeting::kShuffle, Meeting::kBarrier);
-    parted(Kind::kIncompleteWarpOperation, count, Meeting::kBarrier, Meeting::kBallot);
-  }
-}
-
-__global__ void ballot_of(unsigned mask) {
-  __ballot_sync(mask, 1);
-}
-
-void partial_mask() {
-  error_of(Kind::kIncompleteWarpOperation, [] { launch(ballot_of, 1, 32, nullptr, 0xffff); });
-}
-
-template <bool kWrite>
-__global__ void access(int64_t offset, int64_t index) {
-  ADACOMP_SHARED(uint16_t, tile, 64);
-  tile[threadIdx.x] = 1;
-  __syncthreads();
-  if (threadIdx.x != 5) return;
-  if (kWrite) {
-    (tile + offset)[index] = 1;
-  } else {
-    const int value = (tile + offset)[index];
-    CHECK(value == 1);
-  }
-}
-
-void shared_bounds() {
-  const auto fails = [](auto kernel, int64_t offset, int64_t index) {
-    const auto error =
-        error_of(Kind::kSharedBounds, [&] { launch(kernel, 1, 64, nullptr, offset, index); });
-    CHECK(error.array == "tile" && error.index == offset + index && error.thread == 5);
-  };
-  for (const auto kernel : {access<false>, access<true>}) {
-    fails(kernel, 0, 64);
-    fails(kernel, 0, -1);
-    fails(kernel, 60, 4);
-    fails(kernel, 60, -61);
-    fails(kernel, 0, 0u - 1);
-    launch(kernel, 1, 64, nullptr, 70, -7);
-  }
-}
-
-// Only the block that runs first writes: what it wrote is not the next block's.
-__global__ void write_once(unsigned* blocks, int* out) {
-  ADACOMP_SHARED(int, tile, 32);
-  ADACOMP_SHARED(int, first, 1);
-  if (threadIdx.x == 0) first[0] = atomicAdd(blocks, 1u) == 0;
-  __syncthreads();
-  if (first[0]) tile[threadIdx.x] = 1;
-  out[threadIdx.x] = tile[threadIdx.x];
-}
-
-void uninitialised_read() {
-  std::vector<int> out(32);
-  const auto launch_blocks = [&](int blocks) {
-    unsigned ran = 0;
-    launch(write_once, blocks, 32, nullptr, &ran, out.data());
-  };
-  const auto error = error_of(Kind::kUninitialisedRead, [&] { launch_blocks(2); });
-  CHECK(error.array == "tile" && error.index == error.thread);
-  launch_blocks(1);
-}
-
-// ---- after an error ----
-
-int g_alive = 0;
-
-struct Counted {
-  Counted() { ++g_alive; }
-  ~Counted() { --g_alive; }
-};
-
-__global__ void fail_at(int thread) {
-  const Counted counted;
-  ADACOMP_SHARED(int, tile, 1);
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) == thread) tile[1] = 0;
-  __syncthreads();
-}
-
-void next_launch() {
-  for (const int threads : {1024, 32, 512}) {
-    error_of(Kind::kSharedBounds, [&] { launch(fail_at, 2, threads, nullptr, threads / 2); });
-    CHECK(g_alive == 0);
-    reduction();
-    wide_blocks();
-    parted(Kind::kDivergentBarrier, 7, Meeting::kBarrier, Meeting::kNone);
-    ballot_compaction();
-  }
-}
-
-void invalid_launch() {
-  const auto fails = [](int64_t blocks, int threads) {
-    error_of(Kind::kInvalidLaunch, [&] { launch(ballot_of, blocks, threads, nullptr, 0); });
-  };
-  fails(0, 32);
-  fails(int64_t{1} << 31, 32);
-  fails(1, 0);
-  fails(1, 33);
-  fails(1, 1056);
-}
-
-#if defined(__SANITIZE_ADDRESS__)
-__global__ void write_global(int* out) {
-  out[threadIdx.x] = 1;
-}
-
-// AddressSanitizer ends the program.
-void global_bounds() {
-  std::vector<int> out(63);
-  launch(write_global, 1, 64, nullptr, out.data());
-}
-#endif
-
-struct Case {
-  const char* name;
-  void (*run)();
-};
-
-#define CASE(name) \
-  Case {           \
-#name, name    \
-  }
-const Case kCases[] = {
-    CASE(reduction),
-    CASE(warp_scan),
-    CASE(shuffles),
-    CASE(ballot_compaction),
-    CASE(wide_blocks),
-    CASE(atomics),
-    CASE(bits),
-    CASE(syncwarp_orders),
-    CASE(elements),
-    CASE(arguments),
-    CASE(seeds),
-    CASE(missing_barrier),
-    CASE(race_between_warps),
-    CASE(race_in_warp),
-    CASE(race_without_syncwarp),
-    CASE(race_of_writes),
-    CASE(divergent_barrier),
-    CASE(early_return),
-    CASE(incomplete_shuffle),
-    CASE(shuffle_and_barrier),
-    CASE(partial_mask),
-    CASE(shared_bounds),
-    CASE(uninitialised_read),
-    CASE(next_launch),
-    CASE(invalid_launch),
-#if defined(__SANITIZE_ADDRESS__)
-    CASE(global_bounds),
-#endif
-};
-
 int main(int argc, char** argv) {
   const std::string wanted = argc == 2 ? argv[1] : "";
-  for (const Case& c : kCases) {
-    if (wanted == "--list") std::puts(c.name);
-    if (wanted != c.name) continue;
-    try {
-      c.run();
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "%s: %s\n", c.name, error.what());
-      return 1;
-    }
+  if (wanted == "--list") {
+    for (const auto& [name, run] : cases()) std::puts(name.c_str());
     return 0;
   }
-  return wanted == "--list" ? 0 : 2;
+  try {
+    cases().at(wanted)();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", wanted.c_str(), error.what());
+    return 1;
+  }
+  return 0;
 }
