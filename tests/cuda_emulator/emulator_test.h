@@ -32,7 +32,7 @@ inline bool add_case(const char* name, Case run) {
 constexpr int kSeeds = 50;
 
 // Runs `launches` under many seeds, which must fail each time, and returns the last error.
-inline emulator::Error error_of(Kind kind, const std::function<void()>& launches) {
+inline emulator::Error error_of(emulator::Kind kind, const std::function<void()>& launches) {
   std::vector<emulator::Error> errors;
   for (int seed = 0; seed < kSeeds; ++seed) {
     emulator::set_seed(seed);
