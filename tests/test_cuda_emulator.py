@@ -31,6 +31,7 @@ CASES = [
     "race_in_warp",
     "race_of_writes",
     "race_without_syncwarp",
+    "random_accesses",
     "reduction",
     "seeds",
     "shared_bounds",

@@ -272,15 +272,14 @@ void check_order(const SharedPlace& place, const char* action, const Access& oth
 void note_read(History& history) {
   const Access access = now();
   Access& first = history.reads[0];
-  if (first.thread == kNobody || first.block_epoch != access.block_epoch) {
-    history = {history.write, {access, {}}, {}};
-  } else if (first.thread / kWarpSize != access.thread / kWarpSize) {
+  const bool this_epoch = first.thread != kNobody && first.block_epoch == access.block_epoch;
+  const bool same_warp = first.thread / kWarpSize == access.thread / kWarpSize;
+  if (this_epoch && !same_warp) {
     history.foreign_read = access;
-  } else if (first.warp_epoch != access.warp_epoch) {
-    first = access;
-    history.reads[1] = {};
-  } else if (first.thread != access.thread) {
+  } else if (this_epoch && first.warp_epoch == access.warp_epoch && first.thread != access.thread) {
     history.reads[1] = access;
+  } else {
+    first = access;
   }
 }
 
@@ -302,7 +301,7 @@ void write_shared(const SharedPlace& place, const void* item) {
   check_order(place, "writes", history.write, "wrote");
   for (const Access& read : history.reads) check_order(place, "writes", read, "read");
   check_order(place, "writes", history.foreign_read, "read");
-  history = {now(), {}, {}};
+  history.write = now();
   SharedStorage& storage = *place.storage;
   std::memcpy(&storage.data[place.index * storage.item_bytes], item, storage.item_bytes);
 }

@@ -91,9 +91,9 @@ struct Access {
   uint32_t warp_epoch = 0;
 };
 
-// An element's last write, and of the reads since then two lanes of one warp at its latest epoch
-// and a thread of another warp: a write conflicts with any of all the reads exactly if it conflicts
-// with one of these.
+// An element's last write, and of the reads two lanes of one warp at its latest epoch and a thread
+// of another warp: a write conflicts with any of all the reads exactly if it conflicts with one of
+// these. Older entries stay, for they conflict with nothing.
 struct History {
   Access write;
   Access reads[2];

@@ -1,6 +1,9 @@
 // Kernels that are wrong on purpose, each of which must be reported as what it is.
 #include "emulator_test.h"
 
+#include <array>
+#include <random>
+
 using adacomp::cuda::kAllLanes;
 using adacomp::cuda::launch;
 using emulator::Kind;
@@ -98,6 +101,74 @@ TEST(race_without_syncwarp) {
   emulator::set_warp_operations_order_memory(false);
   CHECK(!orders<nothing>(1) && orders<by_syncwarp>(1));
   CHECK(!orders<by_shuffle>(1) && !orders<by_ballot>(1));
+}
+
+// Random accesses of two lanes of two warps to one element, each step followed by one of:
+enum Order { kNothing, kSwitch, kSyncWarp, kBarrier };
+enum Action { kIdle, kRead, kWrite };
+constexpr int kSteps = 5, kActors = 4;
+
+struct Program {
+  Action actions[kSteps][kActors];
+  Order orders[kSteps];
+};
+
+__global__ void run_program(Program program) {
+  ADACOMP_SHARED(int, tile, 1);
+  if (threadIdx.x == 0) tile[0] = 0;
+  __syncthreads();
+  const unsigned lane = threadIdx.x % 32;
+  for (int step = 0; step < kSteps; ++step) {
+    const Action action = lane < 2 ? program.actions[step][threadIdx.x / 32 * 2 + lane] : kIdle;
+    if (action == kRead) static_cast<void>(static_cast<int>(tile[0]));
+    if (action == kWrite) tile[0] = step;
+    if (program.orders[step] == kSwitch) by_shuffle();
+    if (program.orders[step] == kSyncWarp) by_syncwarp();
+    if (program.orders[step] == kBarrier) __syncthreads();
+  }
+}
+
+// By looking at each pair of accesses.
+bool has_race(const Program& program) {
+  for (int first = 0; first < kSteps; ++first) {
+    bool warp_ordered = false, block_ordered = false;
+    for (int second = first; second < kSteps; ++second) {
+      for (int pair = 0; pair < kActors * kActors; ++pair) {
+        const int a = pair / kActors, b = pair % kActors;
+        const Action x = program.actions[first][a], y = program.actions[second][b];
+        const bool ordered = block_ordered || (warp_ordered && a / 2 == b / 2) || a == b;
+        if (!ordered && x != kIdle && y != kIdle && (x == kWrite || y == kWrite)) return true;
+      }
+      warp_ordered |= program.orders[second] == kSyncWarp;
+      block_ordered |= program.orders[second] == kBarrier;
+    }
+  }
+  return false;
+}
+
+TEST(random_accesses) {
+  emulator::set_warp_operations_order_memory(false);
+  std::mt19937 random(1);
+  int races = 0;
+  constexpr int kPrograms = 5000;
+  constexpr std::array<Action, 16> kLikely = {kRead, kRead, kWrite};  // the rest is idle
+  for (int i = 0; i < kPrograms; ++i) {
+    Program program;
+    for (auto& step : program.actions) {
+      for (Action& action : step) action = kLikely[random() % 16];
+    }
+    for (Order& order : program.orders) order = static_cast<Order>(random() % 4);
+    bool reported = false;
+    try {
+      launch(run_program, 1, 64, nullptr, program);
+    } catch (const emulator::Error& error) {
+      CHECK(error.kind == Kind::kSharedRace);
+      reported = true;
+    }
+    CHECK(reported == has_race(program));
+    races += reported;
+  }
+  CHECK(races > kPrograms / 10 && races < kPrograms * 9 / 10);
 }
 
 __global__ void write_same(int distance) {
