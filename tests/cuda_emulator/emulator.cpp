@@ -336,7 +336,6 @@ void run_block(int64_t block) {
   m.block = block;
   blockIdx = {static_cast<unsigned>(block), 0, 0};
   m.at_barrier = m.ended = 0;
-  m.epoch = 0;
   m.warps.assign(m.count / kWarpSize, Warp{});
   for (const auto& storage : m.shared) {
     std::fill(storage->histories.begin(), storage->histories.end(), History{});

@@ -221,6 +221,10 @@ TEST(early_return) {
   CHECK(error.thread >= 5 && error.other_thread < 5);
 }
 
+__global__ void mix_on_one_line() {
+  (threadIdx.x == 5) ? __syncwarp(kAllLanes) : void(__ballot_sync(kAllLanes, 1));
+}
+
 TEST(incomplete_warp_operation) {
   for (const Meeting meeting : {Meeting::kShuffle, Meeting::kBallot, Meeting::kSyncWarp}) {
     const auto error = parted(Kind::kIncompleteWarpOperation, 16, meeting, Meeting::kNone);
@@ -228,6 +232,7 @@ TEST(incomplete_warp_operation) {
     parted(Kind::kIncompleteWarpOperation, 33, Meeting::kNone, meeting);
     parted(Kind::kIncompleteWarpOperation, 16, meeting, Meeting::kOtherShuffle);
   }
+  error_of(Kind::kIncompleteWarpOperation, [] { launch(mix_on_one_line, 1, 32, nullptr); });
 }
 
 TEST(shuffle_and_barrier) {
@@ -313,7 +318,16 @@ __global__ void fail_at(int thread) {
   __syncthreads();
 }
 
+__global__ void fail_at_once(unsigned* started) {
+  ADACOMP_SHARED(int, tile, 1);
+  atomicAdd(started, 1u);
+  tile[1] = 0;
+}
+
 TEST(next_launch) {
+  unsigned started = 0;
+  error_of(Kind::kSharedBounds, [&] { launch(fail_at_once, 2, 64, nullptr, &started); });
+  CHECK(started == kSeeds);  // no other thread begins after an error
   for (const int threads : {1024, 32, 512}) {
     error_of(Kind::kSharedBounds, [&] { launch(fail_at, 2, threads, nullptr, threads / 2); });
     CHECK(g_alive == 0);
