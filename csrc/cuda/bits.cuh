@@ -30,11 +30,24 @@ struct BitSet {
   }
 
   // Members before `place`, which is at most kWordBits * count.
-  __device__ int rank(int place) const {
-    const int i = place / kWordBits;
+  __device__ int rank(unsigned place) const {
+    const unsigned i = place / kWordBits;
     const int sum = before[i];
     const uint32_t below = (1u << place % kWordBits) - 1;
     return below == 0 ? sum : sum + __popc(words[i] & below);
+  }
+
+  // Calls f(place, rank) for all members, by the block. Every thread takes words: members are few,
+  // and most words have none.
+  template <typename F>
+  __device__ void for_each(F&& f) const {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+      int rank = before[i];
+      const uint32_t word = words[i];
+      for (uint32_t rest = word; rest != 0; rest &= rest - 1) {
+        f(i * kWordBits + __ffs(static_cast<int>(rest)) - 1, rank++);
+      }
+    }
   }
 
   __device__ int size() const { return before[count]; }

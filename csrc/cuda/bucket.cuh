@@ -23,6 +23,12 @@ struct DeviceLayout {
   uint32_t hash;
 };
 
+// The type of a gradient that is known when a kernel is compiled.
+template <typename T>
+constexpr GradType kGradType = sizeof(T) == 4            ? GradType::kFloat32
+                               : std::is_same_v<T, Half> ? GradType::kFloat16
+                                                         : GradType::kBFloat16;
+
 // The segment whose run of a prefix table holds `index`; empty runs own nothing.
 __device__ inline int64_t owner(const int64_t* prefix, int64_t segments, int64_t index) {
   int64_t low = 0;  // prefix[low] <= index < prefix[high]
@@ -34,27 +40,41 @@ __device__ inline int64_t owner(const int64_t* prefix, int64_t segments, int64_t
   return low;
 }
 
-// A chunk, in numbers that fit an int but for where it begins.
-struct ChunkPlace {
-  int64_t segment;
+// Where a chunk lies and how large it is.
+struct ChunkBegin {
   int64_t bucket_begin;    // of its first element
   int64_t residual_begin;  // likewise
-  int elements;            // up to 16,383
+};
+struct ChunkSize {
+  int segment;
+  int elements;  // up to 16,383
   int bins;
   int bin_size;
 };
+struct ChunkPlace : ChunkBegin, ChunkSize {};
 
-__device__ inline ChunkPlace locate_chunk(const DeviceLayout& layout, int64_t index) {
-  const int64_t i = owner(layout.first_chunk, layout.segment_count, index);
-  const Segment s = layout.segments[i];
-  const Chunk chunk = make_chunk(s, i, index - layout.first_chunk[i]);
-  return {i,
-          s.bucket_offset + chunk.first_element,
-          s.residual_offset + chunk.first_element,
-          static_cast<int>(chunk.elements),
-          static_cast<int>(chunk.bins),
-          static_cast<int>(s.bin_size)};
-}
+// Finds a chunk for a block: one thread searches and divides, all others would do the same.
+struct ChunkFinder {
+  shared_array<ChunkBegin> begin;  // [1]
+  shared_array<ChunkSize> size;    // [1]
+
+  // Contains a barrier.
+  __device__ ChunkPlace find(const DeviceLayout& layout, int64_t index) const {
+    if (threadIdx.x == 0) {
+      const int64_t i = owner(layout.first_chunk, layout.segment_count, index);
+      const Segment s = layout.segments[i];
+      const Chunk chunk = make_chunk(s, i, index - layout.first_chunk[i]);
+      begin[0] = {s.bucket_offset + chunk.first_element, s.residual_offset + chunk.first_element};
+      size[0] = {static_cast<int>(i), static_cast<int>(chunk.elements),
+                 static_cast<int>(chunk.bins), static_cast<int>(s.bin_size)};
+    }
+    __syncthreads();
+    return found();
+  }
+
+  // Again, from shared memory: what is needed late need not be kept in registers.
+  __device__ ChunkPlace found() const { return {begin[0], size[0]}; }
+};
 
 // Where raw value `index` of the payload lies in the bucket.
 __device__ inline int64_t locate_raw(const DeviceLayout& layout, int64_t index) {

@@ -33,18 +33,6 @@ struct Committed {
   }
 };
 
-// Every thread takes words of bits: entries are few, and most words have none.
-template <typename F>
-__device__ void for_each_member(const BitSet& set, F&& f) {
-  for (int i = static_cast<int>(threadIdx.x); i < set.count; i += kCommitThreads) {
-    const uint32_t word = set.words[i];
-    int rank = set.before[i];
-    for (uint32_t rest = word; rest != 0; rest &= rest - 1) {
-      f(i * kWordBits + __ffs(static_cast<int>(rest)) - 1, rank++);
-    }
-  }
-}
-
 // The elements that have an entry: those selected and, with the layer scale, the first of each bin
 // of which none is, for the marker. Contains barriers.
 __device__ inline void mark_entries(const Committed& c, const BitSet& selected,
@@ -70,7 +58,7 @@ template <typename Entry>
 __device__ void write_entries(const Committed& c, const BitSet& selected, const BitSet& entries,
                               Entry* out) {
   const BinOf bin_of(c.place.bin_size);
-  for_each_member(entries, [&](int slot, int rank) {
+  entries.for_each([&](int slot, int rank) {
     const int e = slot - c.shift;
     const int b = bin_of(e);
     if ((selected.words[slot / kWordBits] >> slot % kWordBits & 1) == 0) {
@@ -127,9 +115,11 @@ __device__ inline void commit_chunk(const CommitArguments& a, int64_t index) {
   ADACOMP_SHARED(int, selected_before, kCommitWords + 1);
   ADACOMP_SHARED(uint32_t, entry_bits, kCommitWords);
   ADACOMP_SHARED(int, entries_before, kCommitWords + 1);
+  ADACOMP_SHARED(ChunkBegin, chunk_begin, 1);
+  ADACOMP_SHARED(ChunkSize, chunk_size, 1);
   const Admission admission = *a.scratch.admission;
   const ChunkNote note = a.scratch.notes[index];
-  const ChunkPlace place = locate_chunk(a.layout, index);
+  const ChunkPlace place = ChunkFinder{chunk_begin, chunk_size}.find(a.layout, index);
   const bool is_sent = a.scratch.bytes[index] > 0 && is_admitted(admission, index);
   const int64_t begin = range_begin(admission, a.scratch.prefix, index);
   if (threadIdx.x == 0) record_chunk(a, index, place.segment, is_sent, begin, note.entries);
@@ -151,8 +141,7 @@ __device__ inline void commit_chunk(const CommitArguments& a, int64_t index) {
   if (warp_id() == 0) selected.rank_words();
   __syncthreads();
   if (!is_sent) {
-    for_each_member(selected,
-                    [&](int slot, int rank) { residual[slot - shift] = c.kept.values[rank]; });
+    selected.for_each([&](int slot, int rank) { residual[slot - shift] = c.kept.values[rank]; });
     return;
   }
   BitSet entries = selected;

@@ -25,8 +25,9 @@ template <typename T>
 Error compress_typed(const CommitArguments& a, const T* grad, int64_t step, Stream stream) {
   const DeviceLayout& layout = a.layout;
   if (layout.chunk_count > 0) {
-    const Error error = launch(select_chunks<T>, layout.chunk_count, kSelectThreads, stream, layout,
-                               a.scratch, grad, a.residual);
+    const Error error =
+        launch(layout.codec.bin_scales ? select_chunks<T, true> : select_chunks<T, false>,
+               layout.chunk_count, kSelectThreads, stream, layout, a.scratch, grad, a.residual);
     if (error != kSuccess) return error;
   }
   if (layout.segment_count > 0) {

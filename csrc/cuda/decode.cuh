@@ -21,7 +21,14 @@ constexpr int kStrip = kDecodeThreads * kStripPerThread;  // entries; most range
 constexpr int kSums = 4096;                               // elements that are summed at a time
 constexpr int kRanksAtOnce = 64;  // whose ranges are looked up at the same time
 constexpr int kMaxBins = 4096;    // of a chunk
-static_assert(kMaxBins == kChunkElements && kSums % kSwizzleGroup == 0);
+static_assert(kMaxBins == kChunkElements);
+
+// Where the sum of a slot is kept. Lanes that each take a vector of 4 or 8 slots meet 32 different
+// banks, and so do lanes at neighbouring slots.
+__device__ inline int swizzle(int slot) {
+  return slot ^ (slot >> 5 & 7);
+}
+constexpr int kSwizzleGroup = 8;  // slots are permuted within these
 
 // The first fault that a thread knows of: least rank, then least place in the stream.
 class FirstFault {
@@ -307,7 +314,9 @@ __device__ void decode_chunk(const DecompressArguments& a, T* grad, int64_t chun
   ADACOMP_SHARED(uint32_t, totals, 2 * kDecodeWarps);
   ADACOMP_SHARED(RankRange, ranges, kRanksAtOnce);
   ADACOMP_SHARED(unsigned long long, keys, kDecodeWarps);
-  const ChunkPlace place = locate_chunk(a.layout, chunk);
+  ADACOMP_SHARED(ChunkBegin, chunk_begin, 1);
+  ADACOMP_SHARED(ChunkSize, chunk_size, 1);
+  const ChunkPlace place = ChunkFinder{chunk_begin, chunk_size}.find(a.layout, chunk);
   T* const target = grad + place.bucket_begin;
   const int shift = misalignment(target);  // of every tile
   const BitSet sending{words, before, (place.bins + kWordBits - 1) / kWordBits};
