@@ -10,7 +10,7 @@ namespace adacomp::cuda {
 struct DecompressArguments {
   DeviceLayout layout;
   const uint8_t* payloads;  // [world_size, capacity]
-  int64_t world_size;
+  int world_size;
   int64_t capacity;
   int64_t step;
   // The smallest status, as its complement so that zero means none. Faults of the first kernel have

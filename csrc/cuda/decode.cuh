@@ -14,7 +14,7 @@
 
 namespace adacomp::cuda {
 
-constexpr int kDecodeThreads = 256;
+constexpr int kDecodeThreads = 128;
 constexpr int kDecodeWarps = kDecodeThreads / kWarpSize;
 constexpr int kStripPerThread = 4;
 constexpr int kStrip = kDecodeThreads * kStripPerThread;  // entries; most ranges have fewer
@@ -75,9 +75,12 @@ struct RankRange {
 };
 
 // A block's chunk, and its shared memory.
+template <typename T, bool kBinScales>
 struct DecodeBlock {
-  ChunkPlace place;
-  Codec codec;
+  static constexpr GradType grad_type = kGradType<T>;
+  static constexpr bool bin_scales = kBinScales;
+
+  ChunkSize size;
   int tile_begin;  // elements of the chunk that are summed now
   int tile_end;
   int shift;                         // slot of the first of them
@@ -92,9 +95,10 @@ struct DecodeBlock {
 
 // The bins of a range that have entries: all, or with bin scales those that have a code. Returns
 // their number. Contains barriers.
-__device__ inline int find_sending_bins(const DecodeBlock& block, const uint8_t* codes) {
-  const int bins = block.place.bins;
-  if (!block.codec.bin_scales) return bins;
+template <typename Block>
+__device__ int find_sending_bins(const Block& block, const uint8_t* codes) {
+  const int bins = block.size.bins;
+  if (!Block::bin_scales) return bins;
   const BitSet& sending = block.sending;
   for (int first = 0; first < bins; first += kDecodeThreads) {
     const int b = first + static_cast<int>(threadIdx.x);
@@ -115,27 +119,27 @@ __device__ inline int find_sending_bins(const DecodeBlock& block, const uint8_t*
 struct OwnEntries {
   uint32_t before;  // the entry before the first
   uint32_t entries[kStripPerThread];
-  int64_t position;  // of the first
+  int position;  // of the first
   int count;
   int ends;       // bins that end here
   bool is_wrong;  // some index does not increase or is beyond any bin
 };
 
 // "This bin sends nothing"?
-template <typename Entry>
-__device__ bool is_nothing(const Codec& codec, uint32_t previous, uint32_t entry) {
-  return !codec.bin_scales && entry_last(previous) && entry == nothing_entry(sizeof(Entry));
+template <typename Entry, typename Block>
+__device__ bool is_nothing(uint32_t previous, uint32_t entry) {
+  return !Block::bin_scales && entry_last(previous) && entry == nothing_entry(sizeof(Entry));
 }
 __device__ inline bool increases(uint32_t previous, uint32_t entry) {
   return entry_last(previous) || entry_index(entry) > entry_index(previous);
 }
 
-template <typename Entry>
-__device__ OwnEntries load_entries(const DecodeBlock& block, const Entry* stream, int64_t total,
-                                   int64_t first) {
+template <typename Entry, typename Block>
+__device__ OwnEntries load_entries(const Block& block, const Entry* stream, uint32_t total,
+                                   int first) {
   OwnEntries own{};
-  own.position = first + int64_t{threadIdx.x} * kStripPerThread;
-  const int64_t rest = total - own.position;
+  own.position = first + static_cast<int>(threadIdx.x) * kStripPerThread;
+  const int64_t rest = int64_t{total} - own.position;
   own.count = static_cast<int>(rest < 0 ? 0 : rest < kStripPerThread ? rest : kStripPerThread);
   own.before = own.position > 0 && own.count > 0 ? stream[own.position - 1] : kLastInBin;
   uint32_t previous = own.before;
@@ -143,9 +147,9 @@ __device__ OwnEntries load_entries(const DecodeBlock& block, const Entry* stream
   for (int i = 0; i < kStripPerThread; ++i) {
     if (i >= own.count) break;
     const uint32_t entry = stream[own.position + i];
-    const bool beyond = static_cast<int>(entry_index(entry)) >= block.place.bin_size;
+    const bool beyond = static_cast<int>(entry_index(entry)) >= block.size.bin_size;
     own.is_wrong |=
-        !increases(previous, entry) || (beyond && !is_nothing<Entry>(block.codec, previous, entry));
+        !increases(previous, entry) || (beyond && !is_nothing<Entry, Block>(previous, entry));
     own.ends += entry_last(entry);
     own.entries[i] = previous = entry;
   }
@@ -157,45 +161,48 @@ template <typename Entry>
 struct EntryStream {
   const uint8_t* codes;
   const Entry* entries;
-  int64_t total;  // entries
-  int sending;    // bins that have some
-  float scale;    // of all bins, with the layer scale
+  uint32_t total;  // entries; those that are read have an int for a position
+  int sending;     // bins that have some
+  float scale;     // of all bins, with the layer scale
 };
 
-// What is wrong with the entry at `position` of the stream, in bin `ordinal` of those that send, in
-// the order in which Decompressor::add_range looks; if nothing is, its element and what to add.
-template <typename Entry>
-__device__ Field read_entry(const DecodeBlock& block, const EntryStream<Entry>& stream,
-                            int64_t position, int ordinal, uint32_t previous, uint32_t entry,
-                            int& element, float& value) {
-  element = -1;
+// What is wrong with an entry, or else what it adds to which element; -1 if nothing to none.
+struct Reading {
+  Field field;
+  int element = -1;
+  float value = 0.0f;
+};
+
+// Reads the entry at `position` of the stream, which belongs to bin `ordinal` of those that send,
+// and looks for faults in the order of Decompressor::add_range.
+template <typename Entry, typename Block>
+__device__ Reading read_entry(const Block& block, const EntryStream<Entry>& stream, int position,
+                              int ordinal, uint32_t previous, uint32_t entry) {
   if (ordinal >= stream.sending) {
     // 8-bit entries may leave one byte of padding, and nothing else follows the last bin.
-    if (sizeof(Entry) > 1 || position % 2 == 0) return Field::kBinCount;
-    if (entry != 0) return Field::kPadding;
-    return position + 1 == stream.total ? Field::kNone : Field::kBinCount;
+    if (sizeof(Entry) > 1 || position % 2 == 0) return {Field::kBinCount};
+    if (entry != 0) return {Field::kPadding};
+    return {position + uint32_t{1} == stream.total ? Field::kNone : Field::kBinCount};
   }
   int bin = ordinal;
   float scale = stream.scale;
-  if (block.codec.bin_scales) {
+  if (Block::bin_scales) {
     bin = block.sent_bins[ordinal];
-    scale = bin_scale(stream.codes[bin], block.codec.grad_type);
-    if (scale == 0.0f) return Field::kBinCode;
+    scale = bin_scale(stream.codes[bin], Block::grad_type);
+    if (scale == 0.0f) return {Field::kBinCode};
   }
-  if (is_nothing<Entry>(block.codec, previous, entry)) return Field::kNone;
-  const int begin = bin * block.place.bin_size;
+  if (is_nothing<Entry, Block>(previous, entry)) return {Field::kNone};
+  const int begin = bin * block.size.bin_size;
   const int k = static_cast<int>(entry_index(entry));
-  const bool inside = k < block.place.bin_size && begin + k < block.place.elements;
-  if (!increases(previous, entry) || !inside) return Field::kEntryIndex;
-  element = begin + k;
-  value = signed_scale(scale, entry_negative(entry));
-  return Field::kNone;
+  const bool inside = k < block.size.bin_size && begin + k < block.size.elements;
+  if (!increases(previous, entry) || !inside) return {Field::kEntryIndex};
+  return {Field::kNone, begin + k, signed_scale(scale, entry_negative(entry))};
 }
 
 // Adds the entries of a strip to the sums. Returns false if none may follow. Contains a barrier.
-template <typename Entry>
-__device__ bool add_strip(DecodeBlock& block, const EntryStream<Entry>& stream, int64_t first,
-                          int64_t rank, int& ended, FirstFault& fault) {
+template <typename Entry, typename Block>
+__device__ bool add_strip(Block& block, const EntryStream<Entry>& stream, int first, int rank,
+                          int& ended, FirstFault& fault) {
   constexpr uint32_t kWrong = 1u << 31;
   const OwnEntries own = load_entries(block, stream.entries, stream.total, first);
   const int ends = inclusive_sum(own.ends);
@@ -218,13 +225,11 @@ __device__ bool add_strip(DecodeBlock& block, const EntryStream<Entry>& stream, 
   ADACOMP_UNROLL
   for (int i = 0; i < kStripPerThread; ++i) {
     if (i >= own.count) break;
-    int element;
-    float value;
-    const Field field = read_entry(block, stream, own.position + i, ordinal, previous,
-                                   own.entries[i], element, value);
-    if (field != Field::kNone) fault.note(rank, field, own.position + i);
-    if (adds && element >= block.tile_begin && element < block.tile_end) {
-      block.sums[swizzle(element - block.tile_begin + block.shift)] += value;
+    const Reading reading =
+        read_entry(block, stream, own.position + i, ordinal, previous, own.entries[i]);
+    if (reading.field != Field::kNone) fault.note(rank, reading.field, own.position + i);
+    if (adds && reading.element >= block.tile_begin && reading.element < block.tile_end) {
+      block.sums[swizzle(reading.element - block.tile_begin + block.shift)] += reading.value;
     }
     previous = own.entries[i];
     ordinal += entry_last(previous);
@@ -233,43 +238,44 @@ __device__ bool add_strip(DecodeBlock& block, const EntryStream<Entry>& stream, 
 }
 
 // Adds what a rank sent of the chunk, and notes what is wrong with it.
-template <typename Entry>
-__device__ void add_range(DecodeBlock& block, const uint8_t* range, int64_t bytes, float scale,
-                          int64_t rank, FirstFault& fault) {
-  const int64_t codes = codes_bytes(block.place.bins, block.codec.bin_scales);
+template <typename Entry, typename Block>
+__device__ void add_range(Block& block, const uint8_t* range, int64_t bytes, float scale, int rank,
+                          FirstFault& fault) {
+  const int64_t codes = codes_bytes(block.size.bins, Block::bin_scales);
   if (bytes < codes) return fault.note(rank, Field::kBinCount, -1);
-  for (int64_t i = block.place.bins; i < codes; ++i) {
+  for (int64_t i = block.size.bins; i < codes; ++i) {
     if (range[i] != 0) return fault.note(rank, Field::kPadding, -1);
   }
   const int sending = find_sending_bins(block, range);
   const EntryStream<Entry> stream{range, reinterpret_cast<const Entry*>(range + codes),
-                                  (bytes - codes) / static_cast<int64_t>(sizeof(Entry)), sending,
-                                  scale};
+                                  static_cast<uint32_t>((bytes - codes) / int64_t{sizeof(Entry)}),
+                                  sending, scale};
   int ended = 0;  // bins before the strip
-  for (int64_t first = 0; first < stream.total; first += kStrip) {
+  for (int first = 0; static_cast<uint32_t>(first) < stream.total; first += kStrip) {
     if (!add_strip(block, stream, first, rank, ended, fault)) return;
   }
   if (ended >= sending) return;
   // The entries ran out; before that is noticed, the code of the bin they should belong to is read.
   const bool at_start = stream.total == 0 || entry_last(stream.entries[stream.total - 1]);
-  const bool has_scale = !block.codec.bin_scales || !at_start ||
-                         bin_scale(range[block.sent_bins[ended]], block.codec.grad_type) != 0.0f;
+  const bool has_scale = !Block::bin_scales || !at_start ||
+                         bin_scale(range[block.sent_bins[ended]], Block::grad_type) != 0.0f;
   fault.note(rank, has_scale ? Field::kBinCount : Field::kBinCode, stream.total);
 }
 
 // ---- chunks ----
 
 // Sums the tile of all ranks. Returns whether some rank's scale is NaN. Contains barriers.
-__device__ inline bool sum_tile(const DecompressArguments& a, DecodeBlock& block, int64_t chunk,
-                                shared_array<RankRange> ranges, FirstFault& fault) {
+template <typename Block>
+__device__ bool sum_tile(const DecompressArguments& a, Block& block, int64_t chunk,
+                         shared_array<RankRange> ranges, FirstFault& fault) {
   bool non_finite = false;
-  for (int64_t first = 0; first < a.world_size; first += kRanksAtOnce) {
-    const int64_t rest = a.world_size - first;
-    const int count = static_cast<int>(rest < kRanksAtOnce ? rest : kRanksAtOnce);
+  for (int first = 0; first < a.world_size; first += kRanksAtOnce) {
+    const int rest = a.world_size - first;
+    const int count = rest < kRanksAtOnce ? rest : kRanksAtOnce;
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kDecodeThreads) {
       const uint32_t* const offset = a.table(first + i) + chunk;
-      ranges[i] = {offset[0], offset[1] - offset[0], a.scales(first + i)[block.place.segment]};
+      ranges[i] = {offset[0], offset[1] - offset[0], a.scales(first + i)[block.size.segment]};
     }
     __syncthreads();
     for (int i = 0; i < count; ++i) {
@@ -277,7 +283,7 @@ __device__ inline bool sum_tile(const DecompressArguments& a, DecodeBlock& block
       non_finite |= float_bits(own.scale) == kNanBits;
       if (own.bytes == 0) continue;
       const uint8_t* const range = a.payload(first + i) + a.layout.offsets.entries + own.begin;
-      if (entry_bytes(block.place.bin_size) == 1) {
+      if (entry_bytes(block.size.bin_size) == 1) {
         add_range<uint8_t>(block, range, own.bytes, own.scale, first + i, fault);
       } else {
         add_range<uint16_t>(block, range, own.bytes, own.scale, first + i, fault);
@@ -288,9 +294,26 @@ __device__ inline bool sum_tile(const DecompressArguments& a, DecodeBlock& block
   return non_finite;
 }
 
+// Divides by the number of ranks. A power of two has an exact reciprocal, and then the product is
+// the quotient, however it is rounded.
+class Average {
+ public:
+  explicit __device__ Average(int world_size)
+      : divisor_(static_cast<float>(world_size)),
+        reciprocal_((world_size & (world_size - 1)) == 0 ? 1.0f / divisor_ : 0.0f) {}
+
+  __device__ float operator()(float sum) const {
+    return reciprocal_ != 0.0f ? sum * reciprocal_ : sum / divisor_;
+  }
+
+ private:
+  float divisor_;
+  float reciprocal_;
+};
+
 // target: of the tile's first element.
-template <typename T>
-__device__ void store_tile(const DecodeBlock& block, float world_size, bool non_finite, T* target) {
+template <typename T, typename Block>
+__device__ void store_tile(const Block& block, const Average& average, bool non_finite, T* target) {
   constexpr int kItems = kVectorItems<T>;
   const int count = block.tile_end - block.tile_begin;
   for (int slot = kItems * static_cast<int>(threadIdx.x); slot < count + block.shift;
@@ -299,18 +322,18 @@ __device__ void store_tile(const DecodeBlock& block, float world_size, bool non_
     ADACOMP_UNROLL
     for (int i = 0; i < kItems; ++i) {
       const float sum = block.sums[swizzle(slot + i)];
-      vector.items[i] = from_float<T>(non_finite ? bits_float(kNanBits) : sum / world_size);
+      vector.items[i] = from_float<T>(non_finite ? bits_float(kNanBits) : average(sum));
     }
     store_vector(target, slot - block.shift, count, vector);
   }
 }
 
-template <typename T>
+template <typename T, bool kBinScales>
 __device__ void decode_chunk(const DecompressArguments& a, T* grad, int64_t chunk) {
   ADACOMP_SHARED(float, sums, kSums + kSwizzleGroup);
-  ADACOMP_SHARED(uint32_t, words, kMaxBins / kWordBits);
-  ADACOMP_SHARED(int, before, kMaxBins / kWordBits + 1);
-  ADACOMP_SHARED(uint16_t, sent_bins, kMaxBins);
+  ADACOMP_SHARED(uint32_t, words, kBinScales ? kMaxBins / kWordBits : 1);
+  ADACOMP_SHARED(int, before, kBinScales ? kMaxBins / kWordBits + 1 : 1);
+  ADACOMP_SHARED(uint16_t, sent_bins, kBinScales ? kMaxBins : 1);
   ADACOMP_SHARED(uint32_t, totals, 2 * kDecodeWarps);
   ADACOMP_SHARED(RankRange, ranges, kRanksAtOnce);
   ADACOMP_SHARED(unsigned long long, keys, kDecodeWarps);
@@ -321,7 +344,7 @@ __device__ void decode_chunk(const DecompressArguments& a, T* grad, int64_t chun
   const int shift = misalignment(target);  // of every tile
   const BitSet sending{words, before, (place.bins + kWordBits - 1) / kWordBits};
   FirstFault fault;
-  DecodeBlock block{place, a.layout.codec, 0, 0, shift, sums, sending, sent_bins, totals, 0};
+  DecodeBlock<T, kBinScales> block{place, 0, 0, shift, sums, sending, sent_bins, totals, 0};
   for (int begin = 0; begin < place.elements; begin += kSums) {
     const int rest = place.elements - begin;
     block.tile_begin = begin;
@@ -330,7 +353,7 @@ __device__ void decode_chunk(const DecompressArguments& a, T* grad, int64_t chun
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < slots; i += kDecodeThreads) sums[i] = 0.0f;
     const bool non_finite = sum_tile(a, block, chunk, ranges, fault);
-    store_tile(block, static_cast<float>(a.world_size), non_finite, target + begin);
+    store_tile(block, Average(a.world_size), non_finite, target + begin);
   }
   fault.report_first(keys, a.entry_fault, chunk);
 }
@@ -342,21 +365,22 @@ __device__ void decode_raw(const DecompressArguments& a, T* grad, int64_t begin)
   const int64_t count = a.layout.raw_elements;
   for (int64_t i = begin + threadIdx.x; i < begin + kRawSums && i < count; i += kDecodeThreads) {
     float sum = 0.0f;
-    for (int64_t rank = 0; rank < a.world_size; ++rank) {
+    for (int rank = 0; rank < a.world_size; ++rank) {
       sum += reinterpret_cast<const float*>(a.payload(rank) + a.layout.offsets.raw)[i];
     }
-    grad[locate_raw(a.layout, i)] = from_float<T>(sum / static_cast<float>(a.world_size));
+    grad[locate_raw(a.layout, i)] = from_float<T>(Average(a.world_size)(sum));
   }
 }
 
-// Blocks for the chunks, then for slices of the raw values. 256 threads: a strip of 1,024 entries
-// holds what a chunk usually has, and eight blocks on a multiprocessor hide each other's waiting.
-template <typename T>
+// Blocks for the chunks, then for slices of the raw values. 128 threads: a strip of 512 entries
+// holds what a chunk usually has, so that few are idle, and other blocks use the time it waits for
+// them.
+template <typename T, bool kBinScales>
 __global__ void __launch_bounds__(kDecodeThreads) decode_payloads(DecompressArguments a, T* grad) {
   if (*a.payload_fault != 0) return;
   const int64_t chunks = a.layout.chunk_count;
   const int64_t block = blockIdx.x;
-  if (block < chunks) return decode_chunk(a, grad, block);
+  if (block < chunks) return decode_chunk<T, kBinScales>(a, grad, block);
   decode_raw(a, grad, (block - chunks) * kRawSums);
 }
 

@@ -44,7 +44,8 @@ Error decompress_typed(const DecompressArguments& a, T* grad, long long* status,
   error = launch(check_payloads, check_blocks(a.world_size, a.capacity), kCheckThreads, stream, a);
   if (error != kSuccess) return error;
   if (decode_blocks(a.layout) > 0) {
-    error = launch(decode_payloads<T>, decode_blocks(a.layout), kDecodeThreads, stream, a, grad);
+    error = launch(a.layout.codec.bin_scales ? decode_payloads<T, true> : decode_payloads<T, false>,
+                   decode_blocks(a.layout), kDecodeThreads, stream, a, grad);
     if (error != kSuccess) return error;
   }
   const int64_t most = ceil_div(a.layout.elements, kFinishElements);
@@ -59,7 +60,8 @@ inline Error decompress(const DeviceLayout& layout, const uint8_t* payloads, int
                         int64_t capacity, int64_t step, void* grad, int64_t* status, void* scratch,
                         Stream stream) {
   auto* const faults = static_cast<unsigned long long*>(scratch);
-  const DecompressArguments a{layout, payloads, world_size, capacity, step, faults, faults + 1};
+  const DecompressArguments a{layout, payloads,  static_cast<int>(world_size), capacity, step,
+                              faults, faults + 1};
   auto* const word = reinterpret_cast<long long*>(status);
   switch (layout.codec.grad_type) {
     case GradType::kFloat16:

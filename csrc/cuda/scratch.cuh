@@ -34,12 +34,13 @@ struct CompressScratch {
   int64_t end;           // bytes of all
 };
 
-// Lays the parts out from `base`, which is aligned to 16 bytes.
+// Lays the parts out from `base`, which is aligned to 16 bytes; null to know the size.
 inline CompressScratch compress_scratch(const DeviceLayout& layout, void* base) {
+  const auto address = reinterpret_cast<uintptr_t>(base);
   CompressScratch scratch{};
   const auto place = [&](auto*& part, int64_t count) {
     using Item = std::remove_reference_t<decltype(*part)>;
-    part = reinterpret_cast<Item*>(static_cast<uint8_t*>(base) + scratch.end);
+    part = reinterpret_cast<Item*>(address + scratch.end);
     scratch.end += align_up(count * static_cast<int64_t>(sizeof(Item)));
   };
   place(scratch.sums, layout.chunk_count);
@@ -72,11 +73,10 @@ struct Kept {
 };
 
 __device__ inline Kept kept_of(const CompressScratch& scratch, const ChunkPlace& place) {
-  uint8_t* const codes = scratch.kept + place.bucket_begin;
-  const auto codes_end = reinterpret_cast<uintptr_t>(codes + place.bins);
-  const auto end = reinterpret_cast<uintptr_t>(codes + place.elements);
-  const uintptr_t begin = (codes_end + 3) / 4 * 4;
-  return {codes, reinterpret_cast<float*>(begin),
+  const uintptr_t codes = reinterpret_cast<uintptr_t>(scratch.kept) + place.bucket_begin;
+  const uintptr_t begin = (codes + place.bins + 3) / 4 * 4;
+  const uintptr_t end = codes + place.elements;
+  return {reinterpret_cast<uint8_t*>(codes), reinterpret_cast<float*>(begin),
           begin < end ? static_cast<int>((end - begin) / sizeof(float)) : 0};
 }
 
