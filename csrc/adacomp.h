@@ -161,6 +161,13 @@ ADACOMP_HD inline float segment_scale(double sum_of_g_max, int64_t bins, GradTyp
   return representable(static_cast<float>(sum_of_g_max / static_cast<double>(bins)), type);
 }
 
+// Of a segment in a payload: NaN, 0, or positive and finite; with bin scales only 1 is positive.
+// `has_chunks`: false for raw and empty segments, which send nothing.
+ADACOMP_HD inline bool valid_scale(uint32_t bits, bool bin_scales, bool is_raw, bool has_chunks) {
+  const bool positive = bin_scales ? bits == float_bits(1.0f) : finite_bits(bits);
+  return bits == 0 || (bits == kNanBits && !is_raw) || (positive && has_chunks);
+}
+
 // The only sum of the method, in one order for all thread counts, vector widths and devices: lane l
 // of 32 adds the terms l, l + 32, ..., then lanes are added pairwise at distance 16, 8, 4, 2, 1.
 // Used for the bins of a chunk and again for the chunks of a segment.

@@ -9,14 +9,6 @@
 
 namespace adacomp {
 
-// The unit of parallel work: consecutive bins of one segment.
-struct Chunk {
-  int64_t segment;
-  int64_t first_element;  // within the segment
-  int64_t elements;
-  int64_t bins;
-};
-
 class Layout {
  public:
   Layout(const Segment* segments, int64_t count)
@@ -45,11 +37,7 @@ class Layout {
 
   Chunk chunk(int64_t index) const {
     const int64_t i = owner(first_chunk_, index);
-    const Segment& s = segments_[i];
-    const int64_t chunk_elements = bins_per_chunk(s.bin_size) * s.bin_size;
-    const int64_t first = (index - first_chunk_[i]) * chunk_elements;
-    const int64_t elements = std::min(chunk_elements, s.numel - first);
-    return {i, first, elements, ceil_div(elements, s.bin_size)};
+    return make_chunk(segments_[i], i, index - first_chunk_[i]);
   }
 
   // Calls f(bucket_offset, raw_offset, length) for each run of raw values begin to end.

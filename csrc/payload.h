@@ -85,6 +85,22 @@ ADACOMP_HD constexpr int64_t entry_bytes(int64_t bin_size) {
   return bin_size <= kMaxBinSize8Bit ? 1 : 2;
 }
 
+// The unit of parallel work: consecutive bins of one segment.
+struct Chunk {
+  int64_t segment;
+  int64_t first_element;  // within the segment
+  int64_t elements;
+  int64_t bins;
+};
+
+// Chunk `index` of the segment's own.
+ADACOMP_HD constexpr Chunk make_chunk(const Segment& s, int64_t segment, int64_t index) {
+  const int64_t most = bins_per_chunk(s.bin_size) * s.bin_size;
+  const int64_t first = index * most;
+  const int64_t elements = most < s.numel - first ? most : s.numel - first;
+  return {segment, first, elements, ceil_div(elements, s.bin_size)};
+}
+
 // The bin scales' codes at the head of a chunk's range.
 ADACOMP_HD constexpr int64_t codes_bytes(int64_t bins, bool bin_scales) {
   return bin_scales ? align_up(bins, 2) : 0;
@@ -140,6 +156,17 @@ ADACOMP_HD constexpr int64_t first_admitted_chunk(int64_t step, int64_t chunks) 
   return static_cast<int64_t>(hashed * static_cast<uint64_t>(chunks) >> 32);
 }
 
+ADACOMP_HD constexpr Header make_header(const Codec& codec, uint32_t layout_hash, int64_t step,
+                                        int64_t needed_bytes, int64_t used_bytes) {
+  return {kMagic,
+          kVersion,
+          codec.bin_scales ? kFlagBinScales : uint16_t{0},
+          layout_hash,
+          static_cast<uint32_t>(step),
+          static_cast<uint64_t>(needed_bytes),
+          static_cast<uint64_t>(used_bytes)};
+}
+
 // FNV-1a, 32 bit.
 class LayoutHash {
  public:
@@ -171,6 +198,26 @@ enum class Field : uint8_t {
   kBinCount,
   kPadding,
 };
+
+// The first field that differs from `expected`, or whose size is not from expected.used_bytes, the
+// fixed bytes, to expected.needed_bytes, the worst case; what is used fits the capacity as well.
+ADACOMP_HD constexpr Field header_fault(const Header& h, const Header& expected, int64_t capacity) {
+  const uint64_t fixed = expected.used_bytes;
+  if (h.magic != expected.magic) return Field::kMagic;
+  if (h.version != expected.version) return Field::kVersion;
+  if (h.flags != expected.flags) return Field::kFlags;
+  if (h.layout_hash != expected.layout_hash) return Field::kLayoutHash;
+  if (h.step != expected.step) return Field::kStep;
+  if (h.needed_bytes < fixed || h.needed_bytes > expected.needed_bytes) return Field::kNeededBytes;
+  const bool fits =
+      h.used_bytes <= h.needed_bytes && h.used_bytes <= static_cast<uint64_t>(capacity);
+  return h.used_bytes < fixed || !fits ? Field::kUsedBytes : Field::kNone;
+}
+
+// Ends of a chunk's range in the table; `sends`: its segment's scale is positive.
+ADACOMP_HD constexpr bool valid_range(uint32_t begin, uint32_t end, bool sends) {
+  return (sends ? begin <= end : begin == end) && end % 2 == 0;
+}
 
 inline const char* field_name(Field field) {
   constexpr const char* kNames[] = {

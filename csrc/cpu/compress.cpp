@@ -241,13 +241,8 @@ void Compressor::assemble() {
   std::memset(payload_ + raw_end, 0, offsets_.entries - raw_end);
   const int64_t used = offsets_.entries + end;
   std::memset(payload_ + used, 0, capacity_ - used);
-  const Header header{kMagic,
-                      kVersion,
-                      codec_.bin_scales ? kFlagBinScales : uint16_t{0},
-                      layout_.hash(codec_),
-                      static_cast<uint32_t>(step_),
-                      static_cast<uint64_t>(offsets_.entries + needed),
-                      static_cast<uint64_t>(used)};
+  const Header header =
+      make_header(codec_, layout_.hash(codec_), step_, offsets_.entries + needed, used);
   std::memcpy(payload_, &header, sizeof header);
 }
 

@@ -71,38 +71,20 @@ void Decompressor::check_payloads() {
 }
 
 bool Decompressor::check_header(int64_t rank) {
-  const Header h = header_of(payload(rank));
-  const auto fixed = static_cast<uint64_t>(offsets_.entries);
-  const auto worst = static_cast<uint64_t>(layout_.worst_case_bytes(codec_.bin_scales));
-  const uint16_t flags = codec_.bin_scales ? kFlagBinScales : 0;
-  Field field = Field::kNone;
-  if (h.magic != kMagic) {
-    field = Field::kMagic;
-  } else if (h.version != kVersion) {
-    field = Field::kVersion;
-  } else if (h.flags != flags) {
-    field = Field::kFlags;
-  } else if (h.layout_hash != layout_hash_) {
-    field = Field::kLayoutHash;
-  } else if (h.step != static_cast<uint32_t>(step_)) {
-    field = Field::kStep;
-  } else if (h.needed_bytes < fixed || h.needed_bytes > worst) {
-    field = Field::kNeededBytes;
-  } else if (h.used_bytes < fixed || h.used_bytes > h.needed_bytes ||
-             h.used_bytes > static_cast<uint64_t>(capacity_)) {
-    field = Field::kUsedBytes;
-  }
+  const Header expected = make_header(
+      codec_, layout_hash_, step_, layout_.worst_case_bytes(codec_.bin_scales), offsets_.entries);
+  const Field field = header_fault(header_of(payload(rank)), expected, capacity_);
   if (field != Field::kNone) report(rank, field, 0);
   return field == Field::kNone;
 }
 
-// A scale is NaN, 0 or positive and finite; with bin scales only 1 is positive; raw: 0.
 bool Decompressor::check_scales(int64_t rank) {
   for (int64_t i = 0; i < layout_.segments(); ++i) {
-    const uint32_t bits = float_bits(scales(rank)[i]);
-    const bool none = bits == 0 || (bits == kNanBits && !layout_.segment(i).is_raw());
-    const bool positive = codec_.bin_scales ? bits == float_bits(1.0f) : finite_bits(bits);
-    if (none || (positive && layout_.first_chunk(i) < layout_.first_chunk(i + 1))) continue;
+    const bool has_chunks = layout_.first_chunk(i) < layout_.first_chunk(i + 1);
+    if (valid_scale(float_bits(scales(rank)[i]), codec_.bin_scales, layout_.segment(i).is_raw(),
+                    has_chunks)) {
+      continue;
+    }
     report(rank, Field::kScale, i);
     return false;
   }
@@ -120,8 +102,7 @@ bool Decompressor::check_table(int64_t rank) {
   for (int64_t segment = 0; segment < layout_.segments(); ++segment) {
     const bool sends = scales(rank)[segment] > 0.0f;
     for (int64_t i = layout_.first_chunk(segment); i < layout_.first_chunk(segment + 1); ++i) {
-      const bool ordered = sends ? offset[i] <= offset[i + 1] : offset[i] == offset[i + 1];
-      if (ordered && offset[i + 1] % 2 == 0) continue;
+      if (valid_range(offset[i], offset[i + 1], sends)) continue;
       report(rank, Field::kChunkTable, i);
       return false;
     }
