@@ -32,6 +32,7 @@ class Layout {
   int64_t raw_elements() const { return first_raw_.back(); }
   const Segment& segment(int64_t i) const { return segments_[i]; }
   int64_t first_chunk(int64_t segment) const { return first_chunk_[segment]; }
+  int64_t first_raw(int64_t segment) const { return first_raw_[segment]; }
   Offsets offsets() const { return payload_offsets(segments(), chunks(), raw_elements()); }
   int64_t fixed_bytes() const { return offsets().entries; }
 

@@ -37,12 +37,6 @@ TORCH_LIBRARY(adacomp, m) {
 
 namespace {
 
-void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
-  TORCH_CHECK(
-      false, op.schema().name(),
-      ": expected CPU tensors, because adacomp_torch was built without CUDA, got a CUDA tensor");
-}
-
 py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tensor>& layout) {
   TORCH_CHECK(payload.scalar_type() == at::kByte && payload.dim() == 1 && payload.is_contiguous() &&
                   payload.device().is_cpu(),
@@ -80,6 +74,16 @@ py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tens
 }  // namespace
 
 #ifndef ADACOMP_WITH_CUDA
+namespace {
+
+void refuse_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK(
+      false, op.schema().name(),
+      ": expected CPU tensors, because adacomp_torch was built without CUDA, got a CUDA tensor");
+}
+
+}  // namespace
+
 TORCH_LIBRARY_IMPL(adacomp, CUDA, m) {
   for (const char* op : {"payload_capacity", "compress", "decompress", "restore"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>());
