@@ -50,7 +50,9 @@ def why_not_cuda() -> str | None:
     version = re.search(r"release ([\d.]+)", said)
     found = version[1] if version else "unknown"
     if found.split(".")[0] != torch.version.cuda.split(".")[0]:
-        return f"{nvcc} is of CUDA {found}, torch of CUDA {torch.version.cuda}: install that toolkit"
+        return (
+            f"{nvcc} is of CUDA {found}, torch of CUDA {torch.version.cuda}: install that toolkit"
+        )
     return None
 
 

@@ -67,6 +67,34 @@ def _align_up(count: int) -> int:
     return _align_down(count + _ALIGNMENT - 1)
 
 
+class _Report:
+    """What an exchange tells the host: the ranks' largest needed_bytes, and the decoder's status.
+
+    From a GPU they come by a copy that nobody waits for, as a rule: they are read `_DISTANCE`
+    exchanges later.
+    """
+
+    def __init__(self, values: Tensor, bucket_name: str) -> None:
+        self._bucket_name = bucket_name
+        self._arrived: torch.cuda.Event | None = None
+        if values.device.type == "cpu":
+            self._values = values.clone()
+            return
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def needed_bytes(self) -> int:
+        """Raises RuntimeError if a payload was malformed: on the CPU the callback has done so."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        needed, status = self._values.tolist()
+        if status != 0:
+            raise RuntimeError(f"adacomp_hook: {self._bucket_name}: {_C.describe_status(status)}")
+        return int(needed)
+
+
 def _any_non_finite(tensor: Tensor) -> Tensor:
     """[1], bool, on the tensor's device; one pass and no copy."""
     if tensor.numel() == 0:
@@ -107,8 +135,10 @@ class BucketExchange:
         self.exchange_seconds = 0.0
         self.decompress_seconds = 0.0
         self.exchanges = 0
-        self._completed = 0
-        self._needed: deque[int] = deque(maxlen=_WINDOW + _DISTANCE)  # entry bytes, all ranks' most
+        self._needed: deque[int] = deque(maxlen=_WINDOW)  # entry bytes, the most of all ranks
+        self._sized_by = 0  # exchanges that `_needed` has or had
+        self._reports: deque[_Report] = deque()  # of the exchanges after these
+        self._last_report = torch.zeros(2, dtype=torch.int64, device=buffer.device)
         self._payload: Tensor | None = None
         self._gathered: Tensor | None = None
         self._sent: tuple[Tensor, int] | None = None  # the last payload and its step
@@ -173,19 +203,28 @@ class BucketExchange:
         if self.exchanges < _DISTANCE:
             entry_bytes = self._first_entry_bytes()
         else:
-            sizing = self.exchanges - _DISTANCE + 1  # exchanges whose headers may count
-            if self._completed < sizing:
+            self._read_reports(self.exchanges - _DISTANCE + 1)
+            # No margin on top: the largest of 16 W needs is one, what exceeds it is only late, and
+            # an element waits for about bin_size / 6 steps anyway.
+            entry_bytes = max(self._needed)
+        return min(self.fixed + _align_up(entry_bytes), self.worst_case, int(_C.max_payload_bytes))
+
+    def _read_reports(self, count: int) -> None:
+        """Takes the headers of the first `count` exchanges into account, and not of later ones:
+        those may be here already, but not on every rank."""
+        while self._sized_by < count:
+            if not self._reports:
                 raise RuntimeError(
                     f"adacomp_hook: an earlier exchange of the bucket from "
                     f"{self.parameters[0].name!r} failed; restart from a checkpoint"
                 )
-            # Headers of a later exchange than n - 2 may be here already: not on every rank.
-            surplus = self._completed - sizing
-            known = list(self._needed)[: len(self._needed) - surplus][-_WINDOW:]
-            # No margin on top: the largest of 16 W needs is one, what exceeds it is only late, and
-            # an element waits for about bin_size / 6 steps anyway.
-            entry_bytes = max(known)
-        return min(self.fixed + _align_up(entry_bytes), self.worst_case, int(_C.max_payload_bytes))
+            self._needed.append(self._reports.popleft().needed_bytes() - self.fixed)
+            self._sized_by += 1
+
+    def check(self) -> None:
+        """Raises RuntimeError for a malformed payload that a device has found since."""
+        for report in self._reports:
+            report.needed_bytes()
 
     def _buffers(self, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Send and receive buffers, kept while they are neither too small nor twice too large."""
@@ -246,15 +285,21 @@ class BucketExchange:
             payloads = gathered.view(self.world_size, capacity)
             try:
                 ops.decompress(
-                    payloads, buffer, self.table, step=step, scale=scale, threshold_factor=factor
+                    payloads,
+                    buffer,
+                    self.table,
+                    step=step,
+                    scale=scale,
+                    threshold_factor=factor,
+                    status=self._last_report[1:],
                 )
             except RuntimeError as error:
                 raise RuntimeError(f"adacomp_hook: {bucket_name}: {error}") from None
             if self.watches:
                 self.non_finite = _any_non_finite(buffer)
-            needed = payloads[:, _NEEDED_AT].view(torch.int64).max()
-            self._needed.append(int(needed) - self.fixed)
-            self._completed += 1
+            needed = payloads[:, _NEEDED_AT].view(torch.int64)
+            torch.amax(needed, dim=(0,), out=self._last_report[:1])
+            self._reports.append(_Report(self._last_report, bucket_name))
             self.exchange_seconds += received - sent
             self.decompress_seconds += time.perf_counter() - received
             return buffer

@@ -216,7 +216,10 @@ class AdaCompState:
             self._residuals.restore(device, exchanges, condition)
 
     def check(self) -> None:
-        """Raises what a device found wrong since the last call; on the CPU the backward did so."""
+        """Raises RuntimeError for a malformed payload that a GPU has found: it waits for what the
+        device still decodes. On the CPU the backward raises it."""
+        for exchange in self._exchanges.values():
+            exchange.check()
 
     def stats(self, *, per_parameter: bool = False) -> dict[str, Any]:
         """Counts of this rank since construction or `load_state_dict`.

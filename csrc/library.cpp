@@ -15,6 +15,7 @@
 #include <torch/version.h>
 
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "op_checks.h"
@@ -36,6 +37,14 @@ TORCH_LIBRARY(adacomp, m) {
 }
 
 namespace {
+
+// Of a decoder that cannot look at the payload any more; what it expected is not known here.
+std::string describe_status(int64_t status) {
+  const adacomp::Field field = adacomp::status_field(status);
+  return "payload of rank " + std::to_string(adacomp::status_rank(status)) + ": " +
+         adacomp::field_name(field) + ": got something else than was expected, at place " +
+         std::to_string(adacomp::status_place(status));
+}
 
 py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tensor>& layout) {
   TORCH_CHECK(payload.scalar_type() == at::kByte && payload.dim() == 1 && payload.is_contiguous() &&
@@ -105,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_non_overlapping_and_dense",
         [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); });
   m.def("inspect_payload", &inspect_payload, py::arg("payload"), py::arg("layout") = py::none());
+  m.def("describe_status", &describe_status, py::arg("status"));
   m.def(
       "layout_hash",
       [](const at::Tensor& layout, const at::Tensor& grad, bool bin_scales,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook, agreement, default_bin_size, exchange
+from adacomp_torch import AdaCompState, adacomp_hook, agreement, default_bin_size, exchange, ops
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -245,14 +246,41 @@ def test_the_capacity_of_an_exchange_follows_the_headers_of_the_one_before_the_l
         else:
             largest = max(needs[max(0, n - 17) : n - 1])
             assert bucket.capacity() == bucket.fixed + (largest + 15) // 16 * 16
+        # A rank whose callback is one exchange behind computes the same.
         bucket.exchanges += 1
-        bucket._needed.append(need)
-        bucket._completed += 1
-    # A rank whose callback is one exchange behind computes the same.
-    expected = bucket.capacity()
-    bucket._needed.pop()
-    bucket._completed -= 1
-    assert bucket.capacity() == expected
+        header = torch.tensor([bucket.fixed + need, 0])
+        bucket._reports.append(exchange._Report(header, "bucket 0"))
+
+
+def faults_seen_by_a_device(rank: int) -> None:
+    """The decoder sets the status word and does not raise, as on a GPU."""
+    ddp = wrap(GivenGradients())
+    state = AdaCompState(ddp, bin_size=64)
+    ddp.register_comm_hook(state, adacomp_hook)
+    word = 1 << 40 | 8 << 32 | 3
+    real = ops.decompress
+
+    def decompress(*args: Any, status: torch.Tensor, **options: Any) -> None:
+        real(*args, **options)
+        if state._step == 3 and status[0] == 0:
+            status[0] = word
+
+    exchange.ops = type("ops", (), {**vars(ops), "decompress": staticmethod(decompress)})
+    message = "bucket 0 .*: payload of rank 1: scale: got something else than was expected, at pl"
+    for step in range(6):
+        if step < 5:
+            ddp(random_gradients(rank, step)).backward()
+            seen = step >= 3
+            for look in (state.check, state.stats, state.state_dict):
+                with pytest.raises(RuntimeError, match=message) if seen else nullcontext():
+                    look()
+        else:  # two exchanges later, on all ranks alike
+            with pytest.raises(RuntimeError, match=message):
+                ddp(random_gradients(rank, step)).backward()
+
+
+def test_a_fault_that_only_the_device_has_seen_is_raised_two_exchanges_later():
+    run_ranks(faults_seen_by_a_device, 2)
 
 
 # ---- configuration that differs between ranks ----------------------------------------------------
