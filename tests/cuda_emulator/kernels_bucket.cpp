@@ -5,7 +5,7 @@
 #include "../../csrc/cpu/compress.h"
 #include "../../csrc/cpu/decompress.h"
 #include "../../csrc/cuda/compress.cuh"
-#include "../../csrc/cuda/decompress.cuh"
+#include "../../csrc/cuda/restore.cuh"
 
 namespace {
 
@@ -136,10 +136,27 @@ int64_t Bucket::decode(int64_t step, int64_t before) {
   cuda::decompress(device_layout(), payloads_[0].get(), options_.world_size, capacity_, step,
                    grads[1].get(), &status, scratch.get(), nullptr);
   grads[1].expect_equal(grads[0], "decoded gradient");
+  const int64_t rank = draw(0, options_.world_size - 1);
+  restore(rank, step, false);
+  if (draw(0, 1) == 0) restore(rank, step, true);
   if (status != expected) {
     throw std::runtime_error("status is " + describe(status) + " instead of " + describe(expected));
   }
   return decompressor.status();
+}
+
+void Bucket::restore(int64_t rank, int64_t step, bool condition) {
+  auto* const residual = residuals_[0][rank].get<float>();
+  cpu::Decompressor decompressor(layout_, codec_, payload(rank), 1, capacity_, step, nullptr);
+  if (condition) decompressor.check_payloads();
+  for (float* target : {static_cast<float*>(nullptr), residual}) {
+    if (!condition || decompressor.status() != 0) break;
+    decompressor.restore(0, layout_.chunks(), target);
+  }
+  const Memory scratch(cuda::decompress_scratch_bytes());
+  cuda::restore(device_layout(), payload(rank), capacity_, step, residuals_[1][rank].get<float>(),
+                &condition, scratch.get(), nullptr);
+  residuals_[1][rank].expect_equal(residuals_[0][rank], "restored residual");
 }
 
 cuda::DeviceLayout Bucket::device_layout() const {

@@ -105,6 +105,8 @@ class Bucket {
   void step(Kind kind, int64_t step);
   // Decodes on both, compared; returns the status. `before`: what the status word holds.
   int64_t decode(int64_t step, int64_t before);
+  // Puts back what a rank's payload took off its residual, compared; nothing if it is malformed.
+  void restore(int64_t rank, int64_t step, bool condition);
 
  private:
   void compress(Kind kind, int64_t rank, int64_t step);
