@@ -3,11 +3,11 @@
     python examples/benchmark_ops.py [--numel 12500000] [--threads 1] [--repeats 15]
     python examples/benchmark_ops.py --device cuda --numel 12500000 100000000 400000000 --kernels
 
-On the CPU compress is compared with `residual.add_(grad)` (12 bytes per element) and decompress with
-`out.zero_()` of a touched tensor (4 bytes per element). On a GPU compress is compared with 12 bytes
-per element, and decompress with 4 bytes per element and the payloads, at the bandwidth of a device
-copy. The figures are ratios of medians. Capacity is that of a steady state with some room: 1.25 x
-the entries of a typical step.
+On the CPU compress is compared with `residual.add_(grad)` (12 bytes per element) and decompress
+with `out.zero_()` of a touched tensor (4 bytes per element). On a GPU compress is compared with 12
+bytes per element, and decompress with 4 bytes per element and the payloads, at the bandwidth of a
+device copy. The figures are ratios of medians. Capacity is that of a steady state with some room:
+1.25 x the entries of a typical step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WARM_UP = 40  # steps until the residuals' distribution is steady
 
 
 def median_seconds(function: Callable[[], object], repeats: int, device: torch.device) -> float:
-    seconds = []
+    seconds: list[float] = []
     for _ in range(repeats):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
