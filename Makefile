@@ -6,8 +6,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 SOAK_MINUTES ?= 1
 
-SOURCES := $(shell find csrc adacomp_torch -name '*.h' -o -name '*.cpp' -o -name '*.py' -o -name '*.pyi')
-CXX_SOURCES := $(filter %.h %.cpp,$(SOURCES))
+SOURCES := $(shell find csrc adacomp_torch -name '*.h' -o -name '*.cpp' -o -name '*.cu*' -o -name '*.py' -o -name '*.pyi')
+CXX_SOURCES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES)) $(wildcard tests/*/*.h tests/*/*.cpp)
 
 .PHONY: demo test soak lint format benchmark clean
 
