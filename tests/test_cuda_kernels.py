@@ -47,6 +47,7 @@ CASES = [
     "no_counters",
     "noise",
     "nothing_at_all",
+    "order_of_sums",
     "places_of_many_chunks",
     "scale_of_many_chunks",
     "sizes_of_bin_1",

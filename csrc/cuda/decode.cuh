@@ -255,10 +255,9 @@ __device__ void add_range(Block& block, const uint8_t* range, int64_t bytes, flo
     if (!add_strip(block, stream, first, rank, ended, fault)) return;
   }
   if (ended >= sending) return;
-  // The entries ran out; before that is noticed, the code of the bin they should belong to is read.
-  const bool at_start = stream.total == 0 || entry_last(stream.entries[stream.total - 1]);
-  const bool has_scale = !Block::bin_scales || !at_start ||
-                         bin_scale(range[block.sent_bins[ended]], Block::grad_type) != 0.0f;
+  // The entries ran out; the code of the bin that should have had more is looked at before.
+  const bool has_scale =
+      !Block::bin_scales || bin_scale(range[block.sent_bins[ended]], Block::grad_type) != 0.0f;
   fault.note(rank, has_scale ? Field::kBinCount : Field::kBinCode, stream.total);
 }
 

@@ -35,11 +35,11 @@ __device__ void reduce_bins(const Run& run, const Tile& tile) {
   for (int first = 0; first < run.bins; first += kSelectThreads >> log_lanes) {
     const int b = first + (static_cast<int>(threadIdx.x) >> log_lanes);
     const bool exists = b < run.bins;  // not for some of the last lanes
-    const int begin = run.bin_begin(b) + run.shift;
-    const int end = exists ? run.bin_end(b) + run.shift : 0;
+    const unsigned begin = run.bin_begin(b) + run.shift;
+    const unsigned end = exists ? run.bin_end(b) + run.shift : 0;
     uint32_t g_max = 0;
     uint32_t gradient = 0;
-    for (int slot = lane == 0 ? begin : (begin / kOwnItems + lane) * kOwnItems; slot < end;
+    for (unsigned slot = lane == 0 ? begin : (begin / kOwnItems + lane) * kOwnItems; slot < end;
          slot = (slot / kOwnItems + lanes) * kOwnItems) {
       const uint32_t word = tile[slot];
       g_max = (word & kAbsMask) > g_max ? word & kAbsMask : g_max;

@@ -63,7 +63,7 @@ struct Machine {
   std::vector<Warp> warps;
   int at_barrier = 0;
   Place barrier_place{};  // where those are
-  uint32_t epoch = 0;     // barriers passed
+  uint32_t epoch = 1;     // steps at each barrier; that of no access is 0
   int ended = 0;
   std::exception_ptr error;
   bool unwinding = false;
@@ -259,8 +259,7 @@ Access now() {
 
 void check_order(const SharedPlace& place, const char* action, const Access& other,
                  const char* other_action) {
-  if (other.thread == kNobody || other.thread == m.current) return;
-  if (other.block_epoch != m.epoch) return;
+  if (other.thread == m.current || other.block_epoch != m.epoch) return;
   const bool same_warp = other.thread / kWarpSize == m.current / kWarpSize;
   if (same_warp && other.warp_epoch != now().warp_epoch) return;
   fail(Kind::kSharedRace, place, action,
@@ -272,7 +271,7 @@ void check_order(const SharedPlace& place, const char* action, const Access& oth
 void note_read(History& history) {
   const Access access = now();
   Access& first = history.reads[0];
-  const bool this_epoch = first.thread != kNobody && first.block_epoch == access.block_epoch;
+  const bool this_epoch = first.block_epoch == access.block_epoch;
   const bool same_warp = first.thread / kWarpSize == access.thread / kWarpSize;
   if (this_epoch && !same_warp) {
     history.foreign_read = access;

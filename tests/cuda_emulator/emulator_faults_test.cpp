@@ -103,44 +103,45 @@ TEST(race_without_syncwarp) {
   CHECK(!orders<by_shuffle>(1) && !orders<by_ballot>(1));
 }
 
-// Random accesses of two lanes of two warps to one element, each step followed by one of:
+// Random accesses to one element by lanes of two warps, each followed by one of:
 enum Order { kNothing, kSwitch, kSyncWarp, kBarrier };
-enum Action { kIdle, kRead, kWrite };
-constexpr int kSteps = 5, kActors = 4;
+constexpr int kSteps = 6;
+constexpr std::array kActors = {0, 1, 2, 32, 33};
 
-struct Program {
-  Action actions[kSteps][kActors];
-  Order orders[kSteps];
+struct Step {
+  int thread;
+  bool writes;
+  Order after;
 };
+using Program = std::array<Step, kSteps>;
 
 __global__ void run_program(Program program) {
   ADACOMP_SHARED(int, tile, 1);
   if (threadIdx.x == 0) tile[0] = 0;
   __syncthreads();
-  const unsigned lane = threadIdx.x % 32;
-  for (int step = 0; step < kSteps; ++step) {
-    const Action action = lane < 2 ? program.actions[step][threadIdx.x / 32 * 2 + lane] : kIdle;
-    if (action == kRead) static_cast<void>(static_cast<int>(tile[0]));
-    if (action == kWrite) tile[0] = step;
-    if (program.orders[step] == kSwitch) by_shuffle();
-    if (program.orders[step] == kSyncWarp) by_syncwarp();
-    if (program.orders[step] == kBarrier) __syncthreads();
+  for (const Step& step : program) {
+    const bool acts = step.thread == static_cast<int>(threadIdx.x);
+    if (acts && step.writes) tile[0] = 1;
+    if (acts && !step.writes) static_cast<void>(static_cast<int>(tile[0]));
+    if (step.after == kSwitch) by_shuffle();
+    if (step.after == kSyncWarp) by_syncwarp();
+    if (step.after == kBarrier) __syncthreads();
   }
 }
 
 // By looking at each pair of accesses.
 bool has_race(const Program& program) {
-  for (int first = 0; first < kSteps; ++first) {
+  for (int i = 0; i < kSteps; ++i) {
+    const Step& first = program[i];
     bool warp_ordered = false, block_ordered = false;
-    for (int second = first; second < kSteps; ++second) {
-      for (int pair = 0; pair < kActors * kActors; ++pair) {
-        const int a = pair / kActors, b = pair % kActors;
-        const Action x = program.actions[first][a], y = program.actions[second][b];
-        const bool ordered = block_ordered || (warp_ordered && a / 2 == b / 2) || a == b;
-        if (!ordered && x != kIdle && y != kIdle && (x == kWrite || y == kWrite)) return true;
-      }
-      warp_ordered |= program.orders[second] == kSyncWarp;
-      block_ordered |= program.orders[second] == kBarrier;
+    for (int j = i + 1; j < kSteps; ++j) {
+      warp_ordered |= program[j - 1].after == kSyncWarp;
+      block_ordered |= program[j - 1].after == kBarrier;
+      const Step& second = program[j];
+      const bool same_warp = first.thread / 32 == second.thread / 32;
+      const bool ordered =
+          block_ordered || (warp_ordered && same_warp) || first.thread == second.thread;
+      if (!ordered && (first.writes || second.writes)) return true;
     }
   }
   return false;
@@ -150,14 +151,14 @@ TEST(random_accesses) {
   emulator::set_warp_operations_order_memory(false);
   std::mt19937 random(1);
   int races = 0;
-  constexpr int kPrograms = 5000;
-  constexpr std::array<Action, 16> kLikely = {kRead, kRead, kWrite};  // the rest is idle
+  constexpr int kPrograms = 20000;
   for (int i = 0; i < kPrograms; ++i) {
     Program program;
-    for (auto& step : program.actions) {
-      for (Action& action : step) action = kLikely[random() % 16];
+    for (Step& step : program) {
+      step.thread = kActors[random() % kActors.size()];
+      step.writes = random() % 4 == 0;
+      step.after = static_cast<Order>(random() % 4);
     }
-    for (Order& order : program.orders) order = static_cast<Order>(random() % 4);
     bool reported = false;
     try {
       launch(run_program, 1, 64, nullptr, program);

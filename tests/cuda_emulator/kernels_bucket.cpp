@@ -53,6 +53,8 @@ float gradient_value(Kind kind, float residual) {
       return draw(0, 1) ? 0.0f : -0.0f;
     case kCancel:
       return draw(0, 1) ? -residual : normal;
+    case kTiny:
+      return tiny_value(4096);
     case kDense:
       return draw(0, 2) ? 1.0f : normal;
     default:

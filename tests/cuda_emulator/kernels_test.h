@@ -72,7 +72,15 @@ struct Options {
   bool counts = true;
 };
 
-enum Kind { kNormal, kTies, kRare, kWide, kNonFinite, kZero, kCancel, kDense, kKinds };
+// kTiny: sums of g_max that round to another float32 if they are added in another order.
+enum Kind { kNormal, kTies, kRare, kWide, kNonFinite, kZero, kCancel, kDense, kTiny, kKinds };
+
+// 1, half of what is between 1 and the next float32, or half of that for double. Mostly 0.
+inline float tiny_value(int64_t count) {
+  if (draw(1, count) == 1) return 1.0f;
+  if (draw(1, count) == 1) return 0x1p-24f;
+  return draw(1, 64) == 1 ? 0x1p-53f : 0.0f;
+}
 
 constexpr GradType kTypes[] = {GradType::kFloat32, GradType::kFloat16, GradType::kBFloat16};
 constexpr float kFactors[] = {2.0f, 1.0f, 3.0f};
