@@ -6,6 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_CXX ?= clang++
+SOAK_MINUTES ?= 1
 
 SOURCES := $(shell find csrc adacomp_torch -name '*.h' -o -name '*.cpp' -o -name '*.py' -o -name '*.pyi')
 CXX_SOURCES := $(filter %.h %.cpp,$(SOURCES)) $(wildcard tests/fuzz/*.h tests/fuzz/*.cpp)
@@ -14,7 +15,7 @@ CXX_SOURCES := $(filter %.h %.cpp,$(SOURCES)) $(wildcard tests/fuzz/*.h tests/fu
 FUZZ_SOURCES := tests/fuzz/decompress_fuzzer.cpp $(addprefix csrc/cpu/,compress.cpp decompress.cpp gradient.cpp)
 FUZZ_FLAGS := -std=c++17 -O2 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test lint format benchmark fuzz fuzz-corpus clean
+.PHONY: demo test soak fuzz fuzz-corpus lint format benchmark clean
 
 # Installed, not editable: environments with different versions of torch can share the tree.
 $(VENV)/installed: pyproject.toml setup.py $(SOURCES)
@@ -31,6 +32,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(VENV)/bin/pytest $(TEST_ARGS)
+
+soak: $(VENV)/installed
+	$(VENV)/bin/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
-_KEYS = {"format", "rank", "world_size", "step", "residuals"}
+_KEYS = {"format", "rank", "world_size", "step", "loss_scale", "residuals"}
 
 
 def mismatch(
@@ -31,6 +31,9 @@ def mismatch(
     step = saved.get("step")
     if not isinstance(step, int) or step < 0:
         return f"state_dict: expected step as an int >= 0, got {step!r}"
+    scale = saved.get("loss_scale")
+    if not isinstance(scale, float) or not 0 < scale < float("inf"):
+        return f"state_dict: expected loss_scale as a finite float > 0, got {scale!r}"
     return _residual_mismatch(saved.get("residuals"), residuals)
 
 
@@ -74,6 +77,11 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"state_dicts: expected step {first['step']} on every rank, "
                 f"got {saved['step']} on rank {rank}"
             )
+        if saved["loss_scale"] != first["loss_scale"]:
+            raise ValueError(
+                f"state_dicts: expected loss_scale {first['loss_scale']} on every rank, "
+                f"got {saved['loss_scale']} on rank {rank}"
+            )
         problem = _residual_mismatch(saved["residuals"], first["residuals"])
         if problem:
             raise ValueError(f"{problem} (rank {rank} against rank {ranks[0]})")
@@ -82,6 +90,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rank": None,
         "world_size": None,
         "step": first["step"],
+        "loss_scale": first["loss_scale"],
         "residuals": {
             name: torch.stack([saved["residuals"][name].double() for saved in states])
             .mean(0)

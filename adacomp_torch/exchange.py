@@ -67,6 +67,14 @@ def _align_up(count: int) -> int:
     return _align_down(count + _ALIGNMENT - 1)
 
 
+def _any_non_finite(tensor: Tensor) -> Tensor:
+    """[1], bool, on the tensor's device; one pass and no copy."""
+    if tensor.numel() == 0:
+        return torch.zeros(1, dtype=torch.bool, device=tensor.device)
+    largest: Tensor = torch.linalg.vector_norm(tensor, float("inf"))
+    return ~largest.isfinite().reshape(1)
+
+
 class BucketExchange:
     """Exchanges of the buckets that hold exactly `parameters`, in this order."""
 
@@ -81,6 +89,8 @@ class BucketExchange:
         self.codec = codec
         self.group = group
         self.world_size = dist.get_world_size(group)
+        self.dtype = buffer.dtype
+        self.device = buffer.device
         self.table = self._make_table()
         self.fixed, self.worst_case = ops.payload_capacity(self.table, scale=codec.scale)
         self.layout_hash = _C.layout_hash(
@@ -101,6 +111,9 @@ class BucketExchange:
         self._needed: deque[int] = deque(maxlen=_WINDOW + _DISTANCE)  # entry bytes, all ranks' most
         self._payload: Tensor | None = None
         self._gathered: Tensor | None = None
+        self._sent: tuple[Tensor, int] | None = None  # the last payload and its step
+        self.watches = False  # whether to find out `non_finite`, which takes a pass over the bucket
+        self.non_finite: Tensor | None = None  # [1], bool: of what was decoded last
 
     def _make_table(self) -> Tensor:
         offset = 0
@@ -111,7 +124,23 @@ class BucketExchange:
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
 
     def release_buffers(self) -> None:
-        self._payload = self._gathered = None
+        self._payload = self._gathered = self._sent = self.non_finite = None
+
+    def restore(self, residual: Tensor, condition: Tensor) -> None:
+        """Puts back into `residual` what was sent last if `condition`, [1] bool; only once."""
+        if self._sent is not None:
+            payload, step = self._sent
+            ops.restore(
+                payload,
+                residual,
+                self.table,
+                condition,
+                dtype=self.dtype,
+                step=step,
+                scale=self.codec.scale,
+                threshold_factor=self.codec.threshold_factor,
+            )
+        self._sent = self.non_finite = None
 
     def add_to(
         self,
@@ -197,6 +226,7 @@ class BucketExchange:
             threshold_factor=factor,
             counters=self.counters,
         )
+        self._sent = (payload, step)
         sent = time.perf_counter()
         work = all_gather_single(gathered, payload, group=self.group, async_op=True)
         assert work is not None
@@ -220,6 +250,8 @@ class BucketExchange:
                 )
             except RuntimeError as error:
                 raise RuntimeError(f"adacomp_hook: {bucket_name}: {error}") from None
+            if self.watches:
+                self.non_finite = _any_non_finite(buffer)
             needed = payloads[:, _NEEDED_AT].view(torch.int64).max()
             self._needed.append(int(needed) - self.fixed)
             self._completed += 1

@@ -27,7 +27,7 @@ def adacomp_hook(
         return allreduce_hook(exchange.group, bucket)
     return exchange.start(
         bucket.buffer(),
-        state._residuals[bucket.buffer().device],
+        state._residuals.flat[bucket.buffer().device],
         state._step,
         f"bucket {bucket.index()} (from {exchange.parameters[0].name!r})",
     )

@@ -120,6 +120,37 @@ def _(*_args: Any) -> None:
     return None
 
 
+def restore(
+    payload: Tensor,
+    residual: Tensor,
+    layout: Tensor,
+    condition: Tensor,
+    *,
+    dtype: torch.dtype,
+    step: int = 0,
+    scale: Scale = "layer",
+    threshold_factor: float = 2.0,
+) -> None:
+    """Adds to `residual` what `compress` took off it for `payload`, for a step that is discarded.
+
+    The residual is then G up to one float32 rounding per element sent: residual + sign(G) s.
+
+    Args:
+        payload: [capacity], uint8: what `compress` wrote on this rank.
+        condition: [1], bool, on the device of `residual`: if it is False nothing is done.
+        dtype: of the gradient that was compressed.
+        step, scale, threshold_factor: as given to `compress`.
+    """
+    torch.ops.adacomp.restore(
+        payload, residual, layout, condition, dtype, step, has_bin_scales(scale), threshold_factor
+    )
+
+
+@torch.library.register_fake("adacomp::restore")
+def _(*_args: Any) -> None:
+    return None
+
+
 def inspect_payload(payload: Tensor, layout: Tensor | None = None) -> dict[str, Any]:
     """Header fields of a payload ([capacity], uint8, CPU), for tests and debugging.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C, checkpoint
 from .agreement import agree
 from .exchange import BucketExchange, BucketParameter, Codec
-from .layout import BinSizeOption, bin_size_function, checked_bin_size, default_bin_size
+from .layout import BinSizeOption, default_bin_size
 from .ops import Scale, has_bin_scales
+from .residuals import SUPPORTED, Residuals
 from .version import __version__
-
-_SUPPORTED = (torch.float32, torch.float16, torch.bfloat16)
 
 # DDP cannot say which state its hook has, and two states would each keep half of the truth.
 _states: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AdaCompState]] = (
@@ -42,6 +44,8 @@ class AdaCompState:
         scale: "layer" (the paper) or "bin" (one byte per bin: more bytes, less error per step).
         threshold_factor: soft threshold of H = G + (threshold_factor - 1) dW; finite, >= 1.
         start_iter: this many steps are dense (all-reduced) first.
+        grad_scaler: the torch.amp.GradScaler that scales this module's loss, if any. Residuals then
+            follow its scale, and what was sent in a step that it skips is put back.
         process_group: group of the exchange; None is the module's own.
 
     Raises:
@@ -49,6 +53,17 @@ class AdaCompState:
             type.
         ValueError: an option is out of range, or the DDP object has a state already.
     """
+
+    def __new__(cls, *_args: object, **options: object) -> AdaCompState:
+        valid = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in options:
+            if name not in valid:
+                close = difflib.get_close_matches(name, valid, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise TypeError(
+                    f"AdaCompState: expected options {', '.join(valid[1:])}, got {name!r}{hint}"
+                )
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -58,6 +73,7 @@ class AdaCompState:
         scale: Scale = "layer",
         threshold_factor: float = 2.0,
         start_iter: int = 0,
+        grad_scaler: GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(module, DistributedDataParallel):
@@ -65,6 +81,7 @@ class AdaCompState:
                 "module: expected a DistributedDataParallel object (the wrapped model, not the "
                 f"model itself), got {type(module).__name__}"
             )
+        _check_hook_is_free(module)
         previous = _states.get(module)
         if previous is not None and previous() is not None:
             raise ValueError(
@@ -75,6 +92,10 @@ class AdaCompState:
         factor = _checked_factor(threshold_factor)
         if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 0:
             raise ValueError(f"start_iter: expected an int >= 0, got {start_iter!r}")
+        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+            raise TypeError(
+                f"grad_scaler: expected a torch.amp.GradScaler, got {type(grad_scaler).__name__}"
+            )
         self.start_iter = start_iter
         self._codec = Codec(scale, factor)
         self._module = weakref.ref(module)
@@ -84,48 +105,12 @@ class AdaCompState:
                 f"got {type(process_group).__name__}"
             )
         self._process_group = process_group
-        self._residuals: dict[torch.device, Tensor] = {}
-        self._parameters: dict[str, BucketParameter] = {}
-        self._tensors: dict[str, weakref.ref[Tensor]] = {}
-        self._names_by_id: dict[int, str] = {}
-        self._add_parameters(module, bin_size)
+        self._residuals = Residuals(module, bin_size, grad_scaler)
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
         self._step = -1  # of the synchronised backward in progress, or of the last one
         self._steps_before = 0  # taken before this state was constructed or loaded
         self._seen: set[int] | None = None  # ids of the parameters exchanged in this step
         _states[module] = weakref.ref(self)
-
-    def _add_parameters(self, ddp: DistributedDataParallel, option: BinSizeOption) -> None:
-        ignored = ddp.parameters_to_ignore
-        # What was frozen after DDP was made is still in its buckets.
-        frozen_later = set(map(id, ddp._module_parameters))
-        named = [
-            (name, parameter)
-            for name, parameter in ddp.module.named_parameters()
-            if (parameter.requires_grad or id(parameter) in frozen_later) and name not in ignored
-        ]
-        owners = {
-            id(parameter): owner
-            for owner in ddp.module.modules()
-            for parameter in owner.parameters(recurse=False)
-        }
-        bin_size_of = bin_size_function(option, [name for name, _ in named])
-        sizes: dict[torch.device, int] = {}
-        for name, parameter in named:
-            owner = owners[id(parameter)]
-            _check_parameter(name, parameter, owner)
-            bin_size = checked_bin_size(name, bin_size_of(name, parameter, owner))
-            offset = sizes.setdefault(parameter.device, 0)
-            numel = parameter.numel()
-            if bin_size is None:
-                offset = -1
-            else:
-                sizes[parameter.device] += numel
-            self._parameters[name] = BucketParameter(name, numel, bin_size, offset)
-            self._tensors[name] = weakref.ref(parameter)
-            self._names_by_id[id(parameter)] = name
-        for device, size in sizes.items():
-            self._residuals[device] = torch.zeros(size, dtype=torch.float32, device=device)
 
     # ---- used by the hook ------------------------------------------------------------------------
 
@@ -157,6 +142,7 @@ class AdaCompState:
         if exchange is None:
             parameters = self._checked_bucket(buffer, tensors)
             exchange = BucketExchange(parameters, buffer, self._codec, group)
+            exchange.watches = self._residuals.scaler is not None
         self._count_step(ids)
         if is_new:
             # The operation first: a rank that does something else explains all the rest.
@@ -167,28 +153,24 @@ class AdaCompState:
         return exchange
 
     def _checked_bucket(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[BucketParameter]:
-        names = [self._names_by_id.get(id(tensor), "") for tensor in tensors]
-        for name, tensor in zip(names, tensors, strict=True):
-            if not name or self._tensors[name]() is not tensor:
-                raise RuntimeError(
-                    "bucket: expected parameters of the DistributedDataParallel object that this "
-                    f"AdaCompState was constructed for, got another of shape {tuple(tensor.shape)}"
-                )
+        parameters = self._residuals.of_bucket(tensors)
+        names = [p.name for p in parameters]
         if buffer.layout != torch.strided:
             raise TypeError(f"bucket: expected dense gradients, got {buffer.layout} of {names}")
-        if buffer.dtype not in _SUPPORTED:
+        if buffer.dtype not in SUPPORTED:
             raise TypeError(
                 f"bucket: expected float32, float16 or bfloat16, got {buffer.dtype} of {names}"
             )
         numel = sum(tensor.numel() for tensor in tensors)
         if buffer.numel() != numel:
             raise RuntimeError(f"bucket: expected {numel} elements, got {buffer.numel()}")
-        return [self._parameters[name] for name in names]
+        return parameters
 
     def _count_step(self, ids: tuple[int, ...]) -> None:
         """A step begins when a bucket's first parameter comes again: neither bucket indices nor
         their number tell, because DDP rebuilds buckets and may skip some."""
         if self._seen is None or ids[0] in self._seen:
+            self._settle()
             for exchange in self._exchanges.values():
                 if exchange.last_step < self._step:
                     exchange.release_buffers()
@@ -204,6 +186,7 @@ class AdaCompState:
             "scale": self._codec.scale,
             "threshold_factor": self._codec.threshold_factor,
             "start_iter": self.start_iter,
+            "grad_scaler": self._residuals.scaler is not None,
             "step": self._step,
         }
 
@@ -215,26 +198,22 @@ class AdaCompState:
 
         Raises KeyError for an unknown name, ValueError for a parameter that is sent raw.
         """
-        if name not in self._parameters:
-            raise KeyError(f"name: expected one of {', '.join(self._parameters)}, got {name!r}")
-        entry = self._parameters[name]
-        if entry.bin_size is None:
-            raise ValueError(f"{name!r}: expected a compressed parameter, got one that is sent raw")
-        tensor = self._tensors[name]()
-        if tensor is None:
-            raise RuntimeError(f"{name!r}: expected a live module, got one that has been freed")
-        flat = self._residuals[tensor.device][entry.residual_offset :][: entry.numel]
-        # The order in which DDP lays a gradient into its bucket.
-        if _C.is_non_overlapping_and_dense(tensor):
-            return flat.as_strided(tensor.shape, tensor.stride())
-        return flat
+        self._settle()
+        return self._residuals.view(name)
 
-    def _residual_views(self) -> dict[str, Tensor]:
-        return {
-            name: self.residual(name)
-            for name, entry in self._parameters.items()
-            if entry.bin_size is not None
-        }
+    def _settle(self) -> None:
+        self._residuals.settle(e for e in self._exchanges.values() if e.last_step == self._step)
+
+    def restore_skipped_step(self) -> None:
+        """Puts back into the residuals what this rank sent in the last backward. Call it, on every
+        rank, when you discard that backward's gradients instead of taking an optimizer step.
+
+        With `grad_scaler` the steps that the scaler skips are put back without it.
+        """
+        exchanges = [e for e in self._exchanges.values() if e.last_step == self._step]
+        for device in self._residuals.flat:
+            condition = torch.ones(1, dtype=torch.bool, device=device)
+            self._residuals.restore(device, exchanges, condition)
 
     def check(self) -> None:
         """Raises what a device found wrong since the last call; on the CPU the backward did so."""
@@ -255,7 +234,8 @@ class AdaCompState:
         Waits for the device; not for use in every step of a fast loop.
         """
         self.check()
-        counts = {name: [0, 0, 0] for name in self._parameters}  # entries, dropped, bins
+        self._settle()
+        counts = {name: [0, 0, 0] for name in self._residuals.parameters}  # entries, dropped, bins
         totals = dict.fromkeys(("bytes_sent", "dense_bytes"), 0)
         seconds = dict.fromkeys(("compress_seconds", "exchange_seconds", "decompress_seconds"), 0.0)
         for exchange in self._exchanges.values():
@@ -267,17 +247,17 @@ class AdaCompState:
             **totals,
             "compression_ratio": totals["dense_bytes"] / max(1, totals["bytes_sent"]),
             **_per_bin([sum(column) for column in zip(*counts.values(), strict=True)]),
-            "residual_max": max((_abs_max(r) for r in self._residuals.values()), default=0.0),
+            "residual_max": max((_abs_max(r) for r in self._residuals.flat.values()), default=0.0),
             **seconds,
         }
         if per_parameter:
             result["parameters"] = {
                 name: {
-                    "bin_size": self._parameters[name].bin_size,
+                    "bin_size": self._residuals.parameters[name].bin_size,
                     **_per_bin(counts[name]),
                     "residual_max": _abs_max(residual),
                 }
-                for name, residual in self._residual_views().items()
+                for name, residual in self._residuals.views().items()
             }
         return result
 
@@ -291,13 +271,15 @@ class AdaCompState:
         as neither drops a chunk after the save.
         """
         self.check()
+        self._settle()
         group = self._group()
         return {
             "format": checkpoint.FORMAT,
             "rank": dist.get_rank(group),
             "world_size": dist.get_world_size(group),
             "step": self._step + 1,
-            "residuals": {name: view.clone() for name, view in self._residual_views().items()},
+            "loss_scale": self._residuals.loss_scale(),
+            "residuals": {name: view.clone() for name, view in self._residuals.views().items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -312,15 +294,18 @@ class AdaCompState:
         """
         group = self._group()
         error = checkpoint.mismatch(
-            state_dict, self._residual_views(), dist.get_rank(group), dist.get_world_size(group)
+            state_dict, self._residuals.views(), dist.get_rank(group), dist.get_world_size(group)
         )
-        device = next(iter(self._residuals), torch.device("cpu"))
+        device = next(iter(self._residuals.flat), torch.device("cpu"))
         fields = {
             "operation": "load_state_dict",
             "what load_state_dict found wrong": error,  # it explains the fields after it
             **self._fields(group),
             "step": None if error else state_dict["step"],
-            "bin_size": {name: entry.bin_size for name, entry in self._parameters.items()},
+            "loss_scale": None if error else state_dict["loss_scale"],
+            "bin_size": {
+                name: entry.bin_size for name, entry in self._residuals.parameters.items()
+            },
         }
         try:
             agree(fields, group, device)
@@ -334,8 +319,7 @@ class AdaCompState:
                 "but not bit for bit as with the saved world_size",
                 stacklevel=2,
             )
-        for name, saved in state_dict["residuals"].items():
-            self.residual(name).copy_(saved)
+        self._residuals.load(state_dict["residuals"], state_dict["loss_scale"])
         self._step = state_dict["step"] - 1
         self._steps_before = state_dict["step"]
         self._seen = None
@@ -355,7 +339,19 @@ class AdaCompState:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "AdaCompState belongs to a live DistributedDataParallel object and cannot be copied or "
-            "pickled; save its state_dict() and load that into a new one"
+            "pickled, nor can that object: use its `module`, and this state's state_dict()"
+        )
+
+
+def _check_hook_is_free(ddp: DistributedDataParallel) -> None:
+    """DDP takes one hook; some of its features are one, and would say so less clearly and later."""
+    taken = [getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks]
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters):
+        taken = ["the one of an optimizer in the backward"]
+    if taken:
+        raise ValueError(
+            f"module: expected no communication hook yet, because DDP takes only one, "
+            f"got {', '.join(taken)}"
         )
 
 
@@ -367,18 +363,6 @@ def _checked_factor(factor: object) -> float:
             f"threshold_factor: expected a finite number >= 1 within float32, got {factor}"
         )
     return float(factor)
-
-
-def _check_parameter(name: str, parameter: Tensor, owner: nn.Module) -> None:
-    if parameter.dtype not in _SUPPORTED:
-        raise TypeError(
-            f"parameter {name!r}: expected float32, float16 or bfloat16, got {parameter.dtype}"
-        )
-    if getattr(owner, "sparse", False) is True:
-        raise TypeError(
-            f"parameter {name!r}: expected dense gradients, got a {type(owner).__name__} with "
-            "sparse=True"
-        )
 
 
 def _abs_max(tensor: Tensor) -> float:

@@ -8,6 +8,7 @@
 //   payloads   uint8 [world_size, capacity]
 //   counters   int64 [segments, 2]: entries sent and chunks dropped are added
 //   status     int64 [1]: receives the first fault of a malformed payload
+//   condition  bool [1]: whether anything is to be done
 #include <ATen/Version.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -29,6 +30,9 @@ TORCH_LIBRARY(adacomp, m) {
   m.def(
       "decompress(Tensor payloads, Tensor(a!) grad, Tensor layout, Tensor(b!) status, int step, "
       "bool bin_scales, float threshold_factor) -> ()");
+  m.def(
+      "restore(Tensor payload, Tensor(a!) residual, Tensor layout, Tensor condition, "
+      "ScalarType dtype, int step, bool bin_scales, float threshold_factor) -> ()");
 }
 
 namespace {
@@ -71,7 +75,7 @@ py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tens
 
 #ifndef ADACOMP_WITH_CUDA
 TORCH_LIBRARY_IMPL(adacomp, CUDA, m) {
-  for (const char* op : {"payload_capacity", "compress", "decompress"}) {
+  for (const char* op : {"payload_capacity", "compress", "decompress", "restore"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_cuda>());
   }
 }
@@ -95,8 +99,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "layout_hash",
       [](const at::Tensor& layout, const at::Tensor& grad, bool bin_scales,
          double threshold_factor) {
-        const adacomp::Layout checked = adacomp::checked_layout(layout);
-        return checked.hash(adacomp::checked_codec(grad, checked, 0, bin_scales, threshold_factor));
+        return adacomp::checked_layout(layout).hash(
+            adacomp::checked_codec("grad", grad.scalar_type(), 0, bin_scales, threshold_factor));
       },
       py::arg("layout"), py::arg("grad"), py::arg("bin_scales"), py::arg("threshold_factor"));
 }

@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -11,6 +13,11 @@ namespace {
 
 // Keeps every product and sum of the layout arithmetic far from overflow.
 constexpr int64_t kMaxElements = int64_t{1} << 48;
+
+struct NamedTensor {
+  const char* name;
+  const at::Tensor* tensor;  // null: not given
+};
 
 void check_segment(const Segment& s, int64_t i, int64_t expected_offset) {
   TORCH_CHECK(s.bucket_offset == expected_offset, "layout: expected segment ", i,
@@ -25,70 +32,20 @@ void check_segment(const Segment& s, int64_t i, int64_t expected_offset) {
               ", got ", s.residual_offset);
 }
 
-void check_device(const char* name, const at::Tensor& tensor, const at::Tensor& grad) {
-  TORCH_CHECK(tensor.device() == grad.device(), name, ": expected grad's device ", grad.device(),
-              ", got ", tensor.device());
+void check_device(const char* name, const at::Tensor& tensor, const NamedTensor& other) {
+  TORCH_CHECK(tensor.device() == other.tensor->device(), name, ": expected ", other.name,
+              "'s device ", other.tensor->device(), ", got ", tensor.device());
 }
 
-}  // namespace
-
-void check_distinct(std::initializer_list<NamedTensor> tensors) {
-  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
-    const auto a_begin = reinterpret_cast<uintptr_t>(a.const_data_ptr());
-    const auto b_begin = reinterpret_cast<uintptr_t>(b.const_data_ptr());
-    const bool apart = a_begin + a.nbytes() <= b_begin || b_begin + b.nbytes() <= a_begin;
-    return a.nbytes() > 0 && b.nbytes() > 0 && !apart;
-  };
-  for (auto b = tensors.begin(); b != tensors.end(); ++b) {
-    for (auto a = tensors.begin(); a != b; ++a) {
-      if (a->tensor == nullptr || b->tensor == nullptr) continue;
-      TORCH_CHECK(!overlap(*a->tensor, *b->tensor), b->name,
-                  ": expected memory of its own, got an overlap with ", a->name);
-    }
-  }
-}
-
-Layout checked_layout(const at::Tensor& layout) {
-  TORCH_CHECK(layout.scalar_type() == at::kLong, "layout: expected dtype int64, got ",
-              layout.scalar_type());
-  TORCH_CHECK(layout.device().is_cpu(), "layout: expected device cpu, got ", layout.device());
-  TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4 && layout.is_contiguous(),
-              "layout: expected a contiguous [segments, 4] tensor, got sizes ", layout.sizes(),
-              " strides ", layout.strides());
-  const auto* segments = reinterpret_cast<const Segment*>(layout.const_data_ptr<int64_t>());
-  int64_t end = 0;
-  for (int64_t i = 0; i < layout.size(0); ++i) {
-    check_segment(segments[i], i, end);
-    end += segments[i].numel;
-  }
-  Layout result(segments, layout.size(0));
-  TORCH_CHECK(result.fixed_bytes() <= kMaxPayloadBytes, "layout: expected at most ",
-              kMaxPayloadBytes, " bytes before the entries, got ", result.fixed_bytes());
-  return result;
-}
-
-Codec checked_codec(const at::Tensor& grad, const Layout& layout, int64_t step, bool bin_scales,
-                    double threshold_factor) {
-  const auto dtype = grad.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-              "grad: expected dtype float32, float16 or bfloat16, got ", dtype);
+void check_grad(const at::Tensor& grad, const Layout& layout) {
   TORCH_CHECK(grad.dim() == 1 && grad.is_contiguous(),
               "grad: expected a 1-D contiguous tensor, got sizes ", grad.sizes(), " strides ",
               grad.strides());
   TORCH_CHECK(grad.numel() == layout.elements(), "grad: expected the layout's ", layout.elements(),
               " elements, got ", grad.numel());
-  TORCH_CHECK(step >= 0, "step: expected >= 0, got ", step);
-  const auto factor = static_cast<float>(threshold_factor);
-  TORCH_CHECK(std::isfinite(factor) && factor >= 1.0f,
-              "threshold_factor: expected a finite float32 >= 1, got ", threshold_factor);
-  const GradType type = dtype == at::kFloat  ? GradType::kFloat32
-                        : dtype == at::kHalf ? GradType::kFloat16
-                                             : GradType::kBFloat16;
-  return {type, bin_scales, factor};
 }
 
-void check_residual(const at::Tensor& residual, const at::Tensor& grad, const Layout& layout) {
-  check_device("residual", residual, grad);
+void check_residual(const at::Tensor& residual, const Layout& layout) {
   TORCH_CHECK(residual.scalar_type() == at::kFloat, "residual: expected dtype float32, got ",
               residual.scalar_type());
   TORCH_CHECK(residual.dim() == 1 && residual.is_contiguous(),
@@ -112,8 +69,7 @@ void check_residual(const at::Tensor& residual, const at::Tensor& grad, const La
 }
 
 void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
-                    const at::Tensor& grad, const Layout& layout) {
-  check_device(name, payloads, grad);
+                    const Layout& layout) {
   TORCH_CHECK(payloads.scalar_type() == at::kByte, name, ": expected dtype uint8, got ",
               payloads.scalar_type());
   TORCH_CHECK(payloads.dim() == dims && payloads.is_contiguous(), name, ": expected a contiguous ",
@@ -129,13 +85,123 @@ void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
               " bytes, got an address that is ", address % kAlignment, " past it");
 }
 
-void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
-                 const at::Tensor& grad) {
-  check_device(name, tensor, grad);
-  TORCH_CHECK(
-      tensor.scalar_type() == at::kLong && tensor.sizes() == sizes && tensor.is_contiguous(), name,
-      ": expected a contiguous int64 tensor of sizes ", sizes, ", got ", tensor.scalar_type(),
-      " of sizes ", tensor.sizes());
+void check_small(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                 at::IntArrayRef sizes) {
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sizes() == sizes && tensor.is_contiguous(),
+              name, ": expected a contiguous ", dtype == at::kBool ? "bool" : "int64",
+              " tensor of sizes ", sizes, ", got ", tensor.scalar_type(), " of sizes ",
+              tensor.sizes());
+}
+
+// Contiguous tensors of which some are written share no memory. By address, so that views of
+// foreign memory are compared too.
+void check_distinct(std::initializer_list<NamedTensor> tensors) {
+  const auto overlap = [](const at::Tensor& a, const at::Tensor& b) {
+    const auto a_begin = reinterpret_cast<uintptr_t>(a.const_data_ptr());
+    const auto b_begin = reinterpret_cast<uintptr_t>(b.const_data_ptr());
+    const bool apart = a_begin + a.nbytes() <= b_begin || b_begin + b.nbytes() <= a_begin;
+    return a.nbytes() > 0 && b.nbytes() > 0 && !apart;
+  };
+  for (auto b = tensors.begin(); b != tensors.end(); ++b) {
+    for (auto a = tensors.begin(); a != b; ++a) {
+      if (a->tensor == nullptr || b->tensor == nullptr) continue;
+      TORCH_CHECK(!overlap(*a->tensor, *b->tensor), b->name,
+                  ": expected memory of its own, got an overlap with ", a->name);
+    }
+  }
+}
+
+}  // namespace
+
+Layout checked_layout(const at::Tensor& layout) {
+  TORCH_CHECK(layout.scalar_type() == at::kLong, "layout: expected dtype int64, got ",
+              layout.scalar_type());
+  TORCH_CHECK(layout.device().is_cpu(), "layout: expected device cpu, got ", layout.device());
+  TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4 && layout.is_contiguous(),
+              "layout: expected a contiguous [segments, 4] tensor, got sizes ", layout.sizes(),
+              " strides ", layout.strides());
+  const auto* segments = reinterpret_cast<const Segment*>(layout.const_data_ptr<int64_t>());
+  int64_t end = 0;
+  for (int64_t i = 0; i < layout.size(0); ++i) {
+    check_segment(segments[i], i, end);
+    end += segments[i].numel;
+  }
+  Layout result(segments, layout.size(0));
+  TORCH_CHECK(result.fixed_bytes() <= kMaxPayloadBytes, "layout: expected at most ",
+              kMaxPayloadBytes, " bytes before the entries, got ", result.fixed_bytes());
+  return result;
+}
+
+Codec checked_codec(const char* name, at::ScalarType dtype, int64_t step, bool bin_scales,
+                    double threshold_factor) {
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16, name,
+              ": expected dtype float32, float16 or bfloat16, got ", dtype);
+  TORCH_CHECK(step >= 0, "step: expected >= 0, got ", step);
+  const auto factor = static_cast<float>(threshold_factor);
+  TORCH_CHECK(std::isfinite(factor) && factor >= 1.0f,
+              "threshold_factor: expected a finite float32 >= 1, got ", threshold_factor);
+  const GradType type = dtype == at::kFloat  ? GradType::kFloat32
+                        : dtype == at::kHalf ? GradType::kFloat16
+                                             : GradType::kBFloat16;
+  return {type, bin_scales, factor};
+}
+
+Checked check_compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tensor& layout,
+                       const at::Tensor& payload, const std::optional<at::Tensor>& counters,
+                       int64_t step, bool bin_scales, double threshold_factor) {
+  Checked checked{checked_layout(layout),
+                  checked_codec("grad", grad.scalar_type(), step, bin_scales, threshold_factor)};
+  const NamedTensor device_of{"grad", &grad};
+  check_grad(grad, checked.layout);
+  check_device("residual", residual, device_of);
+  check_residual(residual, checked.layout);
+  check_device("payload", payload, device_of);
+  check_payloads("payload", payload, 1, checked.layout);
+  if (counters) {
+    check_device("counters", *counters, device_of);
+    check_small("counters", *counters, at::kLong, {checked.layout.segments(), 2});
+  }
+  check_distinct({{"layout", &layout},
+                  {"grad", &grad},
+                  {"residual", &residual},
+                  {"payload", &payload},
+                  {"counters", counters ? &*counters : nullptr}});
+  return checked;
+}
+
+Checked check_decompress(const at::Tensor& payloads, const at::Tensor& grad,
+                         const at::Tensor& layout, const at::Tensor& status, int64_t step,
+                         bool bin_scales, double threshold_factor) {
+  Checked checked{checked_layout(layout),
+                  checked_codec("grad", grad.scalar_type(), step, bin_scales, threshold_factor)};
+  const NamedTensor device_of{"grad", &grad};
+  check_grad(grad, checked.layout);
+  check_device("payloads", payloads, device_of);
+  check_payloads("payloads", payloads, 2, checked.layout);
+  TORCH_CHECK(payloads.size(0) >= 1, "payloads: expected at least one rank, got 0");
+  check_device("status", status, device_of);
+  check_small("status", status, at::kLong, {1});
+  check_distinct(
+      {{"layout", &layout}, {"payloads", &payloads}, {"grad", &grad}, {"status", &status}});
+  return checked;
+}
+
+Checked check_restore(const at::Tensor& payload, const at::Tensor& residual,
+                      const at::Tensor& layout, const at::Tensor& condition, at::ScalarType dtype,
+                      int64_t step, bool bin_scales, double threshold_factor) {
+  Checked checked{checked_layout(layout),
+                  checked_codec("dtype", dtype, step, bin_scales, threshold_factor)};
+  const NamedTensor device_of{"residual", &residual};
+  check_residual(residual, checked.layout);
+  check_device("payload", payload, device_of);
+  check_payloads("payload", payload, 1, checked.layout);
+  check_device("condition", condition, device_of);
+  check_small("condition", condition, at::kBool, {1});
+  check_distinct({{"layout", &layout},
+                  {"payload", &payload},
+                  {"residual", &residual},
+                  {"condition", &condition}});
+  return checked;
 }
 
 }  // namespace adacomp

@@ -4,37 +4,38 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
+#include <optional>
 
 #include "layout.h"
 
 namespace adacomp {
 
+// What an op works with once its arguments are right.
+struct Checked {
+  Layout layout;
+  Codec codec;
+};
+
 // The rows of `layout` (int64 [segments, 4], contiguous, CPU), which tile their bucket.
 Layout checked_layout(const at::Tensor& layout);
 
-// grad: 1-D, contiguous, float32, float16 or bfloat16, all of it covered by the layout.
-Codec checked_codec(const at::Tensor& grad, const Layout& layout, int64_t step, bool bin_scales,
+// dtype: of the gradients, float32, float16 or bfloat16; `name` is what an error is about.
+Codec checked_codec(const char* name, at::ScalarType dtype, int64_t step, bool bin_scales,
                     double threshold_factor);
 
-// residual: float32, 1-D, contiguous, on grad's device; segments' ranges lie in it, disjoint.
-void check_residual(const at::Tensor& residual, const at::Tensor& grad, const Layout& layout);
+// grad: 1-D, contiguous, covered by the layout. residual: float32, 1-D, contiguous; segments'
+// ranges lie in it, disjoint. payload(s): uint8, contiguous; the last size is an allowed capacity.
+// All on one device, and what is written shares no memory with anything else.
+Checked check_compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tensor& layout,
+                       const at::Tensor& payload, const std::optional<at::Tensor>& counters,
+                       int64_t step, bool bin_scales, double threshold_factor);
 
-// payloads: uint8, contiguous, `dims`-D, on grad's device; the last size is an allowed capacity.
-void check_payloads(const char* name, const at::Tensor& payloads, int64_t dims,
-                    const at::Tensor& grad, const Layout& layout);
+Checked check_decompress(const at::Tensor& payloads, const at::Tensor& grad,
+                         const at::Tensor& layout, const at::Tensor& status, int64_t step,
+                         bool bin_scales, double threshold_factor);
 
-struct NamedTensor {
-  const char* name;
-  const at::Tensor* tensor;  // null: not given
-};
-
-// Contiguous tensors of which some are written share no memory. By address, so that views of
-// foreign memory are compared too.
-void check_distinct(std::initializer_list<NamedTensor> tensors);
-
-// counters or status: int64, contiguous, on grad's device, of the given sizes.
-void check_int64(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes,
-                 const at::Tensor& grad);
+Checked check_restore(const at::Tensor& payload, const at::Tensor& residual,
+                      const at::Tensor& layout, const at::Tensor& condition, at::ScalarType dtype,
+                      int64_t step, bool bin_scales, double threshold_factor);
 
 }  // namespace adacomp

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from adacomp_torch import AdaCompState, adacomp_hook, default_bin_size
@@ -74,13 +76,22 @@ def distributed(device: str) -> Iterator[Ranks]:
                 f"error: --device cuda: rank {local_rank} expected a GPU, this host has {count}"
             )
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    _join("nccl" if device == "cuda" else "gloo")
     console = Console(quiet=dist.get_rank() != 0, highlight=False)
     if not console.is_terminal:
         console.width = 118  # a file has no width, and rich's default of 80 would wrap the tables
     where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
     yield Ranks(dist.get_rank(), dist.get_world_size(), where, console)
     dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def _join(backend: str) -> None:
+    # torchrun's store still has the addresses of workers that died: a restarted one that reads them
+    # before its peer has written new ones waits for a dead port (5 of 6 times with torch 2.15).
+    store, rank, world_size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 @contextmanager

@@ -113,6 +113,8 @@ def refused(rank: int, directory: Path, change: str) -> str:
             saved["format"] = 99
         elif change == "step":
             saved["step"] += 1
+        elif change == "loss_scale":
+            saved["loss_scale"] = 0.0
         elif change == "nothing":
             saved = {}
     with pytest.raises((ValueError, RuntimeError)) as caught:
@@ -133,6 +135,7 @@ REFUSALS = {
     "dtype": "expected residual '0.weight' in float32, got torch.float16",
     "format": "expected format 1, got 99",
     "step": "ranks differ in step: rank 0 has 5, rank 1 has 6",
+    "loss_scale": "expected loss_scale as a finite float > 0, got 0.0",
     "nothing": "expected format 1, got nothing",
 }
 
@@ -166,25 +169,36 @@ def test_a_merged_state_keeps_the_mean_residual_at_another_world_size(world_size
     run_ranks(with_merged, world_size, tmp_path)
 
 
-def state(rank: int, world_size: int = 2, step: int = 5, **residuals: Tensor) -> dict[str, Any]:
+def state(
+    rank: int,
+    world_size: int = 2,
+    step: int = 5,
+    loss_scale: float = 1.0,
+    **residuals: Tensor,
+) -> dict[str, Any]:
     return {
         "format": 1,
         "rank": rank,
         "world_size": world_size,
         "step": step,
+        "loss_scale": loss_scale,
         "residuals": residuals or {"w": torch.ones(3)},
     }
 
 
 MERGES = {
     "nothing": ([], "expected one state of each rank"),
-    "no states": ([None], "expected mappings with format, rank"),
-    "empty states": ([{}], "expected mappings with format, rank"),
+    "no states": ([None], "expected mappings with format, loss_scale"),
+    "empty states": ([{}], "expected mappings with format, loss_scale"),
     "one of two": ([state(0)], "expected one state of each rank, got ranks [0]"),
     "twice the same": ([state(1), state(1)], "expected one state of each rank, got ranks [1, 1]"),
     "another step": (
         [state(0), state(1, step=6)],
         "expected step 5 on every rank, got 6 on rank 1",
+    ),
+    "another loss scale": (
+        [state(0), state(1, loss_scale=2.0)],
+        "expected loss_scale 1.0 on every rank, got 2.0 on rank 1",
     ),
     "another name": ([state(0), state(1, v=torch.ones(3))], "expected a residual of 'w' in both"),
     "another shape": (

@@ -230,5 +230,5 @@ def test_a_cuda_tensor_on_a_cpu_only_build_has_a_kernel_that_says_so():
 
     if adacomp_torch.has_cuda:
         pytest.skip("this build has the CUDA kernels")
-    for op in ("compress", "decompress", "payload_capacity"):
+    for op in ("compress", "decompress", "payload_capacity", "restore"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"adacomp::{op}", "CUDA")

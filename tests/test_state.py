@@ -30,7 +30,7 @@ def group(tmp_path_factory: pytest.TempPathFactory):
 
 
 def bin_sizes(state: AdaCompState) -> dict[str, int | None]:
-    return {name: entry.bin_size for name, entry in state._parameters.items()}
+    return {name: entry.bin_size for name, entry in state._residuals.parameters.items()}
 
 
 class Mixed(nn.Module):
@@ -162,10 +162,17 @@ def test_the_hook_called_with_something_else_than_a_bucket():
 
 
 def test_the_state_is_neither_copied_nor_pickled():
-    state = AdaCompState(DistributedDataParallel(Mixed()))
-    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="save its state_dict"):
-            copier(state)
+    # Fault 29. DDP itself would drop the hook from its copy without a word.
+    ddp = DistributedDataParallel(Mixed())
+    state = AdaCompState(ddp)
+    ddp.register_comm_hook(state, adacomp_hook)
+    for copied in (state, ddp):
+        for copier in (copy.copy, copy.deepcopy, pickle.dumps):
+            if (copied, copier) == (ddp, copy.copy):
+                continue  # shares the reducer, and so the hook
+            with pytest.raises(TypeError, match="use its `module`, and this state's state_dict"):
+                copier(copied)
+    assert copy.deepcopy(ddp.module) is not ddp.module
 
 
 def test_a_parameter_frozen_after_ddp_was_made_is_still_in_its_buckets():

@@ -154,16 +154,8 @@ void Decompressor::decode_chunk(int64_t index, float* sums) {
   const int64_t target = segment.bucket_offset + chunk.first_element;
   bool non_finite = false;
   for (int64_t rank = 0; rank < world_size_; ++rank) {
-    const float scale = scales(rank)[chunk.segment];
-    non_finite |= float_bits(scale) == kNanBits;
-    const uint32_t* const offset = table(rank) + index;
-    const int64_t bytes = offset[1] - offset[0];
-    if (bytes == 0) continue;
-    const uint8_t* const range = payload(rank) + offsets_.entries + offset[0];
-    const Field field = entry_bytes(segment.bin_size) == 1
-                            ? add_range<uint8_t>(chunk, range, bytes, scale, sums)
-                            : add_range<uint16_t>(chunk, range, bytes, scale, sums);
-    if (field != Field::kNone) return report(rank, field, index);
+    non_finite |= float_bits(scales(rank)[chunk.segment]) == kNanBits;
+    if (!add_chunk(index, rank, sums)) return;
   }
   if (non_finite) {
     cpu::fill_nan(grad_, codec_.grad_type, target, chunk.elements);
@@ -173,7 +165,37 @@ void Decompressor::decode_chunk(int64_t index, float* sums) {
   }
 }
 
-// Adds what one rank sent of a chunk to `sums`; reads only range[0, bytes) and writes only the
+// Adds what a rank sent of a chunk to `sums`, or reports the fault and returns false.
+bool Decompressor::add_chunk(int64_t index, int64_t rank, float* sums) {
+  const uint32_t* const offset = table(rank) + index;
+  const int64_t bytes = offset[1] - offset[0];
+  if (bytes == 0) return true;
+  const Chunk chunk = layout_.chunk(index);
+  const float scale = scales(rank)[chunk.segment];
+  const uint8_t* const range = payload(rank) + offsets_.entries + offset[0];
+  const Field field = entry_bytes(layout_.segment(chunk.segment).bin_size) == 1
+                          ? add_range<uint8_t>(chunk, range, bytes, scale, sums)
+                          : add_range<uint16_t>(chunk, range, bytes, scale, sums);
+  if (field != Field::kNone) report(rank, field, index);
+  return field == Field::kNone;
+}
+
+void Decompressor::restore(int64_t first_chunk, int64_t last_chunk, float* residual) {
+  std::vector<float> sums;
+  for (int64_t i = first_chunk; i < last_chunk; ++i) {
+    const Chunk chunk = layout_.chunk(i);
+    sums.assign(chunk.elements, 0.0f);
+    if (!add_chunk(i, 0, sums.data())) return;
+    if (residual == nullptr) continue;
+    float* const target =
+        residual + layout_.segment(chunk.segment).residual_offset + chunk.first_element;
+    for (int64_t j = 0; j < chunk.elements; ++j) {
+      if (sums[j] != 0.0f) target[j] += sums[j];  // -0.0 stays
+    }
+  }
+}
+
+// Adds the entries of a chunk's range to `sums`; reads only range[0, bytes) and writes only the
 // chunk's elements, whatever the bytes are.
 template <typename Entry>
 Field Decompressor::add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale,

@@ -26,6 +26,10 @@ class Decompressor {
   void decode_raw(int64_t begin, int64_t end);           // a range of the layout's raw elements
   void fill_nan();
 
+  // Takes back what compress() took off `residual` for the only payload, a range of chunks; null
+  // only checks the entries. Adds nothing of chunks from a malformed one on.
+  void restore(int64_t first_chunk, int64_t last_chunk, float* residual);
+
   int64_t status() const;  // 0 or make_status() of the first fault
   std::string describe_fault() const;
 
@@ -39,6 +43,7 @@ class Decompressor {
   bool check_scales(int64_t rank);
   bool check_padding(int64_t rank);
   void decode_chunk(int64_t index, float* sums);
+  bool add_chunk(int64_t index, int64_t rank, float* sums);
   template <typename Entry>
   Field add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale,
                   float* sums) const;

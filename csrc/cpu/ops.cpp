@@ -27,17 +27,8 @@ at::Tensor payload_capacity(const at::Tensor& layout, bool bin_scales) {
 void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tensor& layout,
               const at::Tensor& payload, const std::optional<at::Tensor>& counters, int64_t step,
               bool bin_scales, double threshold_factor) {
-  const Layout checked = checked_layout(layout);
-  const Codec codec = checked_codec(grad, checked, step, bin_scales, threshold_factor);
-  check_residual(residual, grad, checked);
-  check_payloads("payload", payload, 1, grad, checked);
-  if (counters) check_int64("counters", *counters, {checked.segments(), 2}, grad);
-  check_distinct({{"layout", &layout},
-                  {"grad", &grad},
-                  {"residual", &residual},
-                  {"payload", &payload},
-                  {"counters", counters ? &*counters : nullptr}});
-
+  const auto [checked, codec] =
+      check_compress(grad, residual, layout, payload, counters, step, bin_scales, threshold_factor);
   const int64_t tasks =
       std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
   Compressor compressor(checked, codec, grad.const_data_ptr(), residual.data_ptr<float>(),
@@ -56,14 +47,8 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
 
 void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Tensor& layout,
                 const at::Tensor& status, int64_t step, bool bin_scales, double threshold_factor) {
-  const Layout checked = checked_layout(layout);
-  const Codec codec = checked_codec(grad, checked, step, bin_scales, threshold_factor);
-  check_payloads("payloads", payloads, 2, grad, checked);
-  TORCH_CHECK(payloads.size(0) >= 1, "payloads: expected at least one rank, got 0");
-  check_int64("status", status, {1}, grad);
-  check_distinct(
-      {{"layout", &layout}, {"payloads", &payloads}, {"grad", &grad}, {"status", &status}});
-
+  const auto [checked, codec] =
+      check_decompress(payloads, grad, layout, status, step, bin_scales, threshold_factor);
   Decompressor decompressor(checked, codec, payloads.const_data_ptr<uint8_t>(), payloads.size(0),
                             payloads.size(1), step, grad.data_ptr());
   decompressor.check_payloads();
@@ -80,12 +65,31 @@ void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Te
   TORCH_CHECK(false, decompressor.describe_fault());
 }
 
+void restore(const at::Tensor& payload, const at::Tensor& residual, const at::Tensor& layout,
+             const at::Tensor& condition, at::ScalarType dtype, int64_t step, bool bin_scales,
+             double threshold_factor) {
+  const auto [checked, codec] = check_restore(payload, residual, layout, condition, dtype, step,
+                                              bin_scales, threshold_factor);
+  if (!*condition.const_data_ptr<bool>()) return;
+  Decompressor decompressor(checked, codec, payload.const_data_ptr<uint8_t>(), 1, payload.numel(),
+                            step, nullptr);
+  decompressor.check_payloads();
+  // Twice over the entries: nothing is added unless all of them are right.
+  for (float* target : {static_cast<float*>(nullptr), residual.data_ptr<float>()}) {
+    if (decompressor.status() != 0) break;
+    at::parallel_for(0, checked.chunks(), kChunksPerTask,
+                     [&](int64_t begin, int64_t end) { decompressor.restore(begin, end, target); });
+  }
+  TORCH_CHECK(decompressor.status() == 0, decompressor.describe_fault());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(adacomp, CPU, m) {
   m.impl("payload_capacity", payload_capacity);
   m.impl("compress", compress);
   m.impl("decompress", decompress);
+  m.impl("restore", restore);
 }
 
 }  // namespace adacomp::cpu

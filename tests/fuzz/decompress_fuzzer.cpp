@@ -4,8 +4,7 @@
 // Input: options (1 byte), the scene (scene.h), then what the mode reads: payload bytes, a seed and
 // patches on valid payloads, or gradients (round_trip.h).
 //
-// The corpus: `make fuzz-corpus` adds one input per new edge of the code to it. The inputs with
-// names were found by fuzzing the code with the fault that the name says; they tell it apart.
+// The corpus: `make fuzz-corpus` adds one input per new edge of the code to it.
 #include "../../csrc/cpu/decompress.h"
 
 #include <string>
