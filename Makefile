@@ -4,12 +4,18 @@ VENV ?= .venv
 TORCH ?= torch>=2.11,<2.16
 DEMO_ARGS ?=
 TEST_ARGS ?=
+FUZZ_SECONDS ?= 60
+FUZZ_CXX ?= clang++
 SOAK_MINUTES ?= 1
 
 SOURCES := $(shell find csrc adacomp_torch -name '*.h' -o -name '*.cpp' -o -name '*.cu*' -o -name '*.py' -o -name '*.pyi')
 CXX_SOURCES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES)) $(wildcard tests/*/*.h tests/*/*.cpp)
 
-.PHONY: demo test soak lint format benchmark clean
+# The fuzz target and the torch-free code under it; replay.cpp has a main of its own.
+FUZZ_SOURCES := tests/fuzz/decompress_fuzzer.cpp $(addprefix csrc/cpu/,compress.cpp decompress.cpp gradient.cpp)
+FUZZ_FLAGS := -std=c++17 -O2 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
+
+.PHONY: demo test soak fuzz fuzz-corpus lint format benchmark clean
 
 # Installed, not editable: environments with different versions of torch can share the tree.
 $(VENV)/installed: pyproject.toml setup.py $(SOURCES)
@@ -42,6 +48,23 @@ format: $(VENV)/installed
 
 benchmark: $(VENV)/installed
 	$(VENV)/bin/python examples/benchmark_ops.py
+
+# Without the tracing of compared values, which is half of the time: the target repairs the fields that need it.
+build/fuzz/decompress_fuzzer: $(CXX_SOURCES) Makefile
+	mkdir -p build/fuzz
+	$(FUZZ_CXX) $(FUZZ_FLAGS) -fsanitize=fuzzer -fno-sanitize-coverage=trace-cmp -o $@ $(FUZZ_SOURCES)
+
+# New inputs go to build/fuzz/found, the first directory; the kept corpus is only read.
+fuzz: build/fuzz/decompress_fuzzer
+	mkdir -p build/fuzz/found
+	$< -max_total_time=$(FUZZ_SECONDS) -max_len=1024 -timeout=10 -rss_limit_mb=1536 -print_final_stats=1 \
+		-artifact_prefix=build/fuzz/ build/fuzz/found tests/fuzz/corpus \
+		|| { echo "make fuzz: repeat it with $< FILE, FILE one of:"; ls build/fuzz/*-*; exit 1; }
+
+# Adds one input per edge of the code that the kept corpus does not reach, of what `make fuzz` found.
+fuzz-corpus: build/fuzz/decompress_fuzzer
+	mkdir -p build/fuzz/found
+	$< -merge=1 -use_counters=0 -max_len=1024 tests/fuzz/corpus build/fuzz/found
 
 clean:
 	rm -rf build *.egg-info $(VENV)/installed

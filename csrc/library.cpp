@@ -14,10 +14,9 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
-#include <cstring>
 #include <string>
-#include <vector>
 
+#include "inspect.h"
 #include "op_checks.h"
 
 namespace py = pybind11;
@@ -51,12 +50,10 @@ py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tens
                   payload.device().is_cpu(),
               "payload: expected a 1-D contiguous uint8 tensor on the CPU, got ",
               payload.scalar_type(), " of sizes ", payload.sizes(), " on ", payload.device());
-  const auto size = static_cast<size_t>(payload.numel());
-  TORCH_CHECK(size >= sizeof(adacomp::Header), "payload: expected at least ",
-              sizeof(adacomp::Header), " bytes, got ", size);
   const auto* bytes = payload.const_data_ptr<uint8_t>();
   adacomp::Header header;
-  std::memcpy(&header, bytes, sizeof header);
+  const std::string header_error = adacomp::read_header(bytes, payload.numel(), header);
+  TORCH_CHECK(header_error.empty(), header_error);
   py::dict result;
   result["magic"] = py::bytes(reinterpret_cast<const char*>(bytes), 4);
   result["version"] = header.version;
@@ -67,16 +64,12 @@ py::dict inspect_payload(const at::Tensor& payload, const std::optional<at::Tens
   result["used_bytes"] = header.used_bytes;
   if (!layout) return result;
   const adacomp::Layout checked = adacomp::checked_layout(*layout);
-  const adacomp::Offsets offsets = checked.offsets();
-  TORCH_CHECK(static_cast<int64_t>(size) >= offsets.entries,
-              "payload: expected at least the layout's ", offsets.entries, " bytes, got ", size);
-  std::vector<float> scales(checked.segments());
-  std::vector<uint32_t> table(checked.chunks() + 1);
-  std::memcpy(scales.data(), bytes + offsets.scales, 4 * scales.size());
-  std::memcpy(table.data(), bytes + offsets.table, 4 * table.size());
-  result["fixed_bytes"] = offsets.entries;
-  result["scales"] = scales;
-  result["chunk_table"] = table;
+  adacomp::PayloadTables tables;
+  const std::string table_error = adacomp::read_tables(bytes, payload.numel(), checked, tables);
+  TORCH_CHECK(table_error.empty(), table_error);
+  result["fixed_bytes"] = checked.fixed_bytes();
+  result["scales"] = tables.scales;
+  result["chunk_table"] = tables.chunk_table;
   return result;
 }
 
