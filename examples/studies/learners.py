@@ -31,7 +31,9 @@ _DISTANCE = 2
 class Exchange(Protocol):
     """What the learners do with their gradients in each step."""
 
-    sent_bytes: int  # by one learner in the last step, as given to the collective
+    @property
+    def sent_bytes(self) -> int:
+        """By one learner in the last step, as given to the collective."""
 
     def __call__(self, grads: Tensor, mean: Tensor) -> None:
         """Writes `mean` ([numel], float32), the optimizer's gradient, from `grads` ([learners,
@@ -42,7 +44,7 @@ class Dense:
     """The mean of all gradients, float32, summed in the learners' order."""
 
     def __init__(self, learners: int, numel: int) -> None:
-        self.sent_bytes = 4 * numel
+        self.sent_bytes = 4 * numel  # what an all-reduce is given
 
     def __call__(self, grads: Tensor, mean: Tensor) -> None:
         mean.copy_(grads[0])
