@@ -103,13 +103,17 @@ def _cifar_binary(paths: list[Path]) -> Images:
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
+def _entries(folder: Path | zipfile.Path) -> list[Path | zipfile.Path]:
+    entries: list[Path | zipfile.Path] = list(folder.iterdir())
+    return sorted(entries, key=lambda entry: entry.name)
+
+
 def _image_folder(folder: Path | zipfile.Path) -> Images:
     from PIL import Image  # matplotlib brings it along
 
     pixels, labels = [], []
-    classes = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    for label, name in enumerate(classes):
-        for path in sorted(name.iterdir(), key=lambda entry: entry.name):
+    for label, name in enumerate(_entries(folder)):
+        for path in _entries(name):
             image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
             content = bytearray(image.tobytes())
             pixels.append(torch.frombuffer(content, dtype=torch.uint8).view(32, 32, 3))
