@@ -216,7 +216,7 @@ class Watched:
 def as_large_as_they_come(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
     """Signs times a size that trebles with each step: every element is needed, always.
 
-    Even where a chunk was dropped all the time: |residual| < |dW| / 2, so that |H| > 3/2 |dW| > |G|.
+    Even where a chunk was always dropped: |residual| < |dW| / 2, so that |H| > 3/2 |dW| > |G|.
     """
     generator = torch.Generator().manual_seed(100 * step + rank)
     shapes = [shape for _, shape in GivenGradients.SHAPES]
@@ -300,6 +300,7 @@ def run_of_large_ones(rank: int, **options: Any) -> tuple[GivenGradients, AdaCom
     module = GivenGradients(torch.float16)
     ddp, state = hooked(module, **options)
     for step in range(6):
+        module.zero_grad()
         ddp(as_large_as_they_come(rank, step, torch.float16)).backward()
     return module, state
 
