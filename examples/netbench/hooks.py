@@ -1,5 +1,5 @@
-"""The communication hooks that are compared, by name. DDP inspects annotations, so they must be real
-objects here: no `from __future__ import annotations` in this file.
+"""The communication hooks that are compared, by name. DDP inspects their annotations, so they must
+be real objects here: no `from __future__ import annotations` in this file.
 """
 
 import math
@@ -83,7 +83,7 @@ def topk_hook(
     values, all-gathered in one collective; the rest stays in the residual. float32 buckets only.
     """
     began = time.perf_counter()
-    buffer = bucket.buffer()
+    buffer: Tensor = bucket.buffer()
     if buffer.dtype != torch.float32:
         raise TypeError(f"topk_hook: expected a float32 bucket, got {buffer.dtype}")
     group = state.process_group or dist.group.WORLD
@@ -112,7 +112,8 @@ def topk_hook(
         state.seconds["decompress_seconds"] += time.perf_counter() - received
         return buffer
 
-    return work.get_future().then(decode)  # type: ignore[no-any-return]
+    assert work is not None
+    return work.get_future().then(decode)
 
 
 # ---- the hooks by name ---------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -27,7 +29,7 @@ class Workload:
 def _mlp() -> nn.Module:
     widths = (1024, 2048, 2048, 2048, 512)
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+    for fan_in, fan_out in itertools.pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -38,9 +40,8 @@ def _mlp_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _resnet18() -> nn.Module:
-    from torchvision.models import resnet18
-
-    model: nn.Module = resnet18()
+    # Not an import: torchvision is optional, and has no type hints.
+    model: nn.Module = importlib.import_module("torchvision.models").resnet18()
     return model
 
 
