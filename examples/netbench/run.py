@@ -108,6 +108,7 @@ class Workers:
                 "max-steps": args.max_steps,
                 "timeout": args.timeout,
                 "result": self.folder / f"rank{rank}.json",
+                "parent": os.getpid(),
             }
             words = itertools.chain(*((f"--{name}", str(value)) for name, value in options.items()))
             with (self.folder / f"rank{rank}.log").open("wb") as log:
@@ -288,8 +289,8 @@ def print_tables(rows: list[Row], console: Console) -> None:
         console.print(table)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100

@@ -44,14 +44,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True, help="of a collective, seconds")
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="process id of run.py")
     return parser.parse_args()
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """A worker must not outlive a killed run.py: it would keep its namespace and a core."""
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
@@ -118,9 +118,9 @@ def measure(args: argparse.Namespace, store: Store) -> dict[str, object]:
 
 
 def main() -> None:
-    die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # run.py asks a rank that hangs
     args = parse_arguments()
+    die_with_parent(args.parent)
     torch.set_num_threads(1)
     store = join(args)
     result = measure(args, store)
