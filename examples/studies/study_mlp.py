@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from figures import draw_curves, group_by, last_rows, method_of, number, ratio, tidy
+from figures import draw_curves, group_by, last_rows, number, percent, ratio, tidy
 from study import Row, Setting, Study, main
 
 BINS = (50, 500, 5000)
@@ -90,15 +90,17 @@ def finding(rows: list[Row]) -> str:
     parts = []
     for setup, inside in group_by(last_rows(rows), setup_of).items():
         results = []
-        for row in inside:
-            text = f"{name_of(row)} {number(row, 'test_error'):.1%}"
-            if row["method"] != "dense":
-                text += f" at {ratio([row]):.0f}x"
-            if method_of(row).endswith("scale") or row["factor"] == "1":
-                text += f", largest residual {number(row, 'residual_max'):.3g}"
-            results.append(text + (" DIVERGED" if row["diverged"] == "1" else ""))
+        for name, runs in group_by(inside, name_of).items():
+            text = f"{name} {percent(runs)}"
+            if name != "dense":
+                text += f" at {ratio(runs):.0f}x"
+            if runs[0]["method"] == "adacomp":
+                largest = max(number(row, "residual_max") for row in runs)
+                text += f", largest residual {largest:.3g}"
+            ended = any(row["diverged"] == "1" for row in runs)
+            results.append(text + (" DIVERGED" if ended else ""))
         parts.append(f"{setup}: " + "; ".join(results))
-    return "Test error. " + ". ".join(parts) + "."
+    return "Test error, mean ± deviation (runs). " + ". ".join(parts) + "."
 
 
 STUDY = Study("mlp", settings, draw, finding, evaluations=12)
