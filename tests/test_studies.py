@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adacomp_torch import AdaCompState, adacomp_hook
-from adacomp_torch.exchange import BucketExchange
+from adacomp_torch.capacity import Capacity
 
 STUDIES = Path(__file__).parent.parent / "examples" / "studies"
 sys.path.append(str(STUDIES))
@@ -52,7 +52,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def train_ranks(rank: int, steps: int, worst_case: bool, options: dict[str, Any]) -> dict[str, Any]:
     if worst_case:
-        BucketExchange.capacity = lambda self: self.worst_case
+        Capacity.begin = lambda self: self._most
     model = make_model()
     # Several buckets, which DDP rebuilds in another order after the first step.
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
