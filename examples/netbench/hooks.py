@@ -189,7 +189,7 @@ def _adacomp(scale: Any) -> Callable[[DistributedDataParallel], Seconds]:
 
 
 # PowerSGD waits inside a callback, and Gloo has two threads for callbacks: it hangs on two buckets.
-# AdaComp's payloads shrink while the residuals fill up, for about a hundred steps; nothing else's do.
+# AdaComp's payloads shrink while the residuals fill up, for about a hundred steps.
 HOOKS = {
     "noop": Hook("nothing sent", _simple(noop_hook)),
     "allreduce": Hook("plain DDP", _plain),
