@@ -56,7 +56,7 @@ def train_ranks(rank: int, steps: int, worst_case: bool, options: dict[str, Any]
     model = make_model()
     # Several buckets, which DDP rebuilds in another order after the first step.
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
-    state = AdaCompState(ddp, **options)
+    state = AdaCompState(ddp, dense_fallback=None, **options)  # the simulator always compresses
     ddp.register_comm_hook(state, adacomp_hook)
     optimizer = make_optimizer(model)
     for step in range(steps):
