@@ -18,16 +18,16 @@ from figures import group_by, last_rows, mean_and_spread, ratio, tidy
 from study import Row, Setting, Study, main
 
 SEEDS = 2
-# Dense runs with the first dict; layer-scale (and, where told, bin-scale) runs with both.
+# Dense, layer scale and bin scale with each of these; of the second ones the layer scale only.
 SHARED: dict[str, dict[str, Any]] = {
     "SGD, lr 0.02": {},
-    "lr 0.005": {"lr": 0.005},
-    "lr 0.05": {"lr": 0.05},
     "no momentum, lr 0.2": {"optimizer": "plain", "lr": 0.2},
-    "weight decay 0.002": {"weight_decay": 0.002},
-    "clipped to 1 after": {"clip": 1.0},
     "Adam, beta2 0.999": {"optimizer": "adam", "lr": 1e-3},
     "Adam, beta2 0.98": {"optimizer": "adam", "lr": 1e-3, "beta2": 0.98},
+    "lr 0.005": {"lr": 0.005},
+    "lr 0.05": {"lr": 0.05},
+    "weight decay 0.002": {"weight_decay": 0.002},
+    "clipped to 1 after": {"clip": 1.0},
 }
 COMPRESSED_ONLY: dict[str, dict[str, Any]] = {
     "biases compressed too": {"bins": "*.bias=50"},
@@ -45,10 +45,14 @@ def settings(seed: int) -> list[Setting]:
     result = []
     for s in range(seed, seed + SEEDS):
         base = Setting("cifar16", steps=1500, seed=s)
-        for change in SHARED.values():
-            setting = replace(base, **change)
-            result += [replace(setting, method="dense"), setting, replace(setting, scale="bin")]
+        shared = [
+            [replace(base, **change, method="dense"), replace(base, **change),
+             replace(base, **change, scale="bin")]
+            for change in SHARED.values()
+        ]  # fmt: skip
+        result += [*shared[0], *shared[1]]
         result += [replace(base, **change) for change in COMPRESSED_ONLY.values()]
+        result += [setting for group in shared[2:] for setting in group]
     return result
 
 
