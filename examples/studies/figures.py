@@ -65,6 +65,13 @@ def ratio(rows: Iterable[Row], column: str = "sent_bytes") -> float:
     return statistics.fmean(number(row, "dense_bytes") / number(row, column) for row in rows)
 
 
+def ratios(rows: Iterable[Row]) -> str:
+    """As "at 31x (39x)": of the bytes sent, and of the bytes that payloads needed, which is more:
+    all payloads of an exchange have the size of the largest of the last 16 exchanges."""
+    rows = list(rows)
+    return f"at {ratio(rows):.0f}x ({ratio(rows, 'needed_bytes'):.0f}x)"
+
+
 def tidy(axes: Any) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

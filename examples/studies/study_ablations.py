@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from figures import group_by, last_rows, mean_and_spread, ratio, tidy
+from figures import group_by, last_rows, mean_and_spread, ratios, tidy
 from study import Row, Setting, Study, main
 
 SEEDS = 2
@@ -99,7 +99,7 @@ def finding(rows: list[Row]) -> str:
         for kind, some in group_by(runs, kind_of).items():
             mean, spread = mean_and_spread(some, "test_error")
             text = f"{kind} {mean:.1%} ± {100 * spread:.1f}"
-            results.append(text if kind == "dense" else f"{text} at {ratio(some):.0f}x")
+            results.append(text if kind == "dense" else f"{text} {ratios(some)}")
         parts.append(f"{name}: {', '.join(results)}")
     return "Test error, mean ± deviation. " + "; ".join(parts) + "."
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from figures import draw_curves, group_by, last_rows, mean_and_spread, number, ratio
+from figures import draw_curves, group_by, last_rows, mean_and_spread, number, ratios
 from study import Row, Setting, Study, main
 
 PATTERN = "*weight*={0},*bias*=50"
@@ -87,7 +87,7 @@ def finding(rows: list[Row]) -> str:
                 gaps = ", ".join(
                     f"{100 * lag(some, dense, share):+.1f}" for share in (0.25, 0.5, 1)
                 )
-                results.append(f"{name} {gaps} % at {ratio(last_rows(some)):.0f}x")
+                results.append(f"{name} {gaps} % {ratios(last_rows(some))}")
         parts.append(f"{setup}: " + "; ".join(results))
     return "Test loss above dense after 1/4, 1/2, all of the steps. " + ". ".join(parts) + "."
 
