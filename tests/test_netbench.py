@@ -314,15 +314,6 @@ def test_bad_options_are_refused(option, capsys):
 # ---- namespaces ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def can_build_networks() -> None:
-    reason = network.unavailable()
-    if reason and os.environ.get("ADACOMP_REQUIRE_NETBENCH") == "1":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(f"needs network namespaces: {reason}")
-
-
 def namespaces_of(pid: int) -> list[str]:
     return [name for name in network.namespaces() if f"-{pid}-" in name]
 

@@ -44,6 +44,7 @@ from rich.table import Table
 from workloads import WORKLOADS, missing
 
 WORKER = Path(__file__).with_name("worker.py")
+EXAMPLES = str(Path(__file__).parent.parent)  # whose train scripts a worker may import
 STORE_PORT = 29500  # every case's namespace is empty, so the port is free
 GRACE_SECONDS = 2.0  # for stacks to be written, or for the others to see a failure
 TOO_SLOW, TOO_FAST = 0.85, 1.02  # goodput / rate; headers take 4 to 5 %
@@ -108,6 +109,8 @@ class Workers:
     def launch(self, network: Network, script: Path, options: dict[str, object]) -> None:
         """Starts `script` on every host, with `options` and those that differ between ranks."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        paths = (EXAMPLES, os.environ.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         for rank in range(network.hosts):
             every = {
                 "rank": rank,

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["lstm"])
     parser.add_argument("--networks", nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(COMPARED))
+    trainable = [name for name in HOOKS if name != "noop"]
+    parser.add_argument("--hooks", nargs="+", choices=trainable, default=list(COMPARED))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=1000, help="of dense training")
     parser.add_argument(
@@ -156,16 +155,17 @@ class Cells:
         result = Result(**{**content, "cell": Cell(**content["cell"])})
         return None if result.status != "ok" and self.args.retry else result
 
-    def get(self, cells: list[Cell]) -> Iterator[Result]:
-        """Results of cells on the same network, in order."""
+    def get(self, cells: list[Cell]) -> list[Result]:
+        """Results of cells on the same network, in order.
+
+        Not a generator: a signal that comes while one is thrown away would be lost.
+        """
         found = {cell: self.read(cell) for cell in cells}
-        if any(result is None for result in found.values()):
-            with build_network(self.args.links[cells[0].network], 2) as network:
-                check_goodput(network, self.console)
-                for cell, result in found.items():
-                    yield result or self._run(network, cell)
-        else:
-            yield from (result for result in found.values() if result)
+        if None not in found.values():
+            return [result for result in found.values() if result]
+        with build_network(self.args.links[cells[0].network], 2) as network:
+            check_goodput(network, self.console)
+            return [result or self._run(network, cell) for cell, result in found.items()]
 
     def _run(self, network: Network, cell: Cell) -> Result:
         result = run_cell(network, cell, self.args)
@@ -194,13 +194,13 @@ def train_all(args: argparse.Namespace, cells: Cells) -> list[Result]:
     results: list[Result] = []
     for model in args.models:
         for seed in args.seeds:
-            dense = next(cells.get([training(args, model, DENSE, seed, args.steps)]))
+            [dense] = cells.get([training(args, model, DENSE, seed, args.steps)])
             results.append(dense)
             waiting = [hook for hook in args.hooks if hook != DENSE and dense.status == "ok"]
             for stretch in args.stretch:
                 length = int(args.steps * stretch)
                 wanted = [training(args, model, hook, seed, length) for hook in waiting]
-                new = list(cells.get(wanted)) if wanted else []
+                new = cells.get(wanted)
                 results += new
                 waiting = [
                     result.cell.hook
@@ -276,10 +276,6 @@ def main(words: list[str] | None = None) -> None:
         problem = f"{args.data}: no images: install dataset-fashion-mnist, or give --data"
     if problem:
         sys.exit(f"error: {problem}")
-    examples = str(Path(__file__).parent.parent)  # the workers import the train scripts
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (examples, os.environ.get("PYTHONPATH")))
-    )
     cells = Cells(args, console)
     try:
         trainings = train_all(args, cells)
