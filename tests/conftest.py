@@ -1,5 +1,5 @@
-"""GPU tests skip where there is no GPU, and fail instead if ADACOMP_REQUIRE_CUDA=1; those that build
-networks skip without root, and fail instead if ADACOMP_REQUIRE_NETBENCH=1."""
+"""GPU tests skip where there is no GPU, and fail instead if ADACOMP_REQUIRE_CUDA=1; those that
+build networks skip without root, and fail instead if ADACOMP_REQUIRE_NETBENCH=1."""
 
 from __future__ import annotations
 

@@ -437,6 +437,22 @@ def test_an_exception_removes_the_network(error):
 
 
 @pytest.mark.usefixtures("can_build_networks")
+def test_a_signal_during_the_removal_counts_after_it(monkeypatch):
+    delete = network._delete
+
+    def interrupted(names: list[str]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        delete(names)
+
+    with (
+        pytest.raises(SystemExit, match="143"),
+        network.build_network(network.parse_link("unlimited"), 2),
+    ):
+        monkeypatch.setattr(network, "_delete", interrupted)
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("can_build_networks")
 def test_a_failure_half_way_removes_the_other_half(monkeypatch):
     monkeypatch.setattr(network, "CONGESTION_CONTROL", "no-such")
     with (

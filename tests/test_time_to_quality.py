@@ -1,4 +1,4 @@
-"""Time to quality: what is made of curves and times, and a small run that is stopped and resumed."""
+"""Time to quality: what is made of curves and times, and a small run, stopped and resumed."""
 
 from __future__ import annotations
 

@@ -156,10 +156,7 @@ class Cells:
         return None if result.status != "ok" and self.args.retry else result
 
     def get(self, cells: list[Cell]) -> list[Result]:
-        """Results of cells on the same network, in order.
-
-        Not a generator: a signal that comes while one is thrown away would be lost.
-        """
+        """Results of cells on the same network, in order."""
         found = {cell: self.read(cell) for cell in cells}
         if None not in found.values():
             return [result for result in found.values() if result]
