@@ -229,16 +229,31 @@ void Compressor::assemble() {
 
 void Compressor::commit(int64_t task) {
   Staging& staging = staging_[task];
-  for (int64_t i = first_chunk_of(task); i < first_chunk_of(task + 1); ++i) {
+  const int64_t end = first_chunk_of(task + 1);
+  for (int64_t i = first_chunk_of(task); i < end; ++i) {
+    if (i + 1 < end && !codec_.bin_scales) prefetch_residual(i + 1, staging);
     const Chunk chunk = layout_.chunk(i);
-    with_entry_type(layout_.segment(chunk.segment).bin_size,
-                    [&](auto entry) { commit_chunk<decltype(entry)>(chunk, i, staging); });
+    with_entry_type(layout_.segment(chunk.segment).bin_size, [&](auto entry) {
+      commit_chunk<decltype(entry)>(chunk, results_[i], staging, i);
+    });
   }
 }
 
+// With few entries the lines of the residual that they touch are far apart: no processor guesses.
+void Compressor::prefetch_residual(int64_t index, Staging& staging) const {
+  const Chunk chunk = layout_.chunk(index);
+  const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
+  if (bin_size <= kMaxBinSize8Bit) return;
+  const auto* const entries =
+      reinterpret_cast<const uint16_t*>(staging.ranges.at(results_[index].staged));
+  const float* const residual = residual_of(chunk);
+  for_each_sent(entries, entries + results_[index].stored, bin_size,
+                [&](int64_t j, bool) { __builtin_prefetch(residual + j, 1); });
+}
+
 template <typename Entry>
-void Compressor::commit_chunk(const Chunk& chunk, int64_t index, Staging& staging) {
-  const ChunkResult& result = results_[index];
+void Compressor::commit_chunk(const Chunk& chunk, const ChunkResult& result, Staging& staging,
+                              int64_t index) {
   const uint8_t* const range = staging.ranges.at(result.staged);
   const auto* const entries =
       reinterpret_cast<const Entry*>(range + codes_bytes(chunk.bins, codec_.bin_scales));

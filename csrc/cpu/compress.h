@@ -72,8 +72,9 @@ class Compressor {
   void write_scales();
   float scale_of(int64_t segment) const;
   int64_t admit();
+  void prefetch_residual(int64_t index, Staging& staging) const;
   template <typename Entry>
-  void commit_chunk(const Chunk& chunk, int64_t index, Staging& staging);
+  void commit_chunk(const Chunk& chunk, const ChunkResult& result, Staging& staging, int64_t index);
 
   const Layout& layout_;
   const Codec codec_;

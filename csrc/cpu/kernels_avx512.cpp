@@ -60,6 +60,8 @@ ADACOMP_TARGET inline Selection select_block(float* residual, const float* grad,
     const __m512 dw = _mm512_maskz_loadu_ps(lanes, grad + j);
     const __m512 g = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, residual + j), dw);
     _mm512_mask_storeu_ps(residual + j, lanes, g);
+    __builtin_prefetch(residual + j + kAhead);
+    __builtin_prefetch(grad + j + kAhead);
     const __m512i h = _mm512_castps_si512(_mm512_add_ps(g, _mm512_mul_ps(weight, dw)));
     const __m512i bits = _mm512_castps_si512(g);
     const __mmask16 nonzero = _mm512_test_epi32_mask(bits, abs_mask);
