@@ -248,7 +248,7 @@ void Compressor::prefetch_residual(int64_t index, Staging& staging) const {
       reinterpret_cast<const uint16_t*>(staging.ranges.at(results_[index].staged));
   const float* const residual = residual_of(chunk);
   for_each_sent(entries, entries + results_[index].stored, bin_size,
-                [&](int64_t j, bool) { __builtin_prefetch(residual + j, 1); });
+                [&](int64_t j, uint32_t) { __builtin_prefetch(residual + j, 1); });
 }
 
 template <typename Entry>

@@ -33,14 +33,15 @@ auto with_entry_type(int64_t bin_size, F&& f) {
   return entry_bytes(bin_size) == 1 ? f(uint8_t{}) : f(uint16_t{});
 }
 
-// Calls f(position in the chunk, negative) for each entry, with the layer scale.
+// Calls f(position in the chunk, entry) for each entry, with the layer scale.
 template <typename Entry, typename F>
 void for_each_sent(const Entry* entry, const Entry* end, int64_t bin_size, F&& f) {
+  const int64_t advance[2] = {0, bin_size};
   int64_t first = 0;
   for (; entry != end; ++entry) {
     const uint32_t e = *entry;
-    if (e != nothing_entry(sizeof(Entry))) f(first + entry_index(e), entry_negative(e));
-    first += bin_size & -static_cast<int64_t>(entry_last(e));
+    if (e != nothing_entry(sizeof(Entry))) f(first + entry_index(e), e);
+    first += advance[entry_last(e)];
   }
 }
 
@@ -67,10 +68,9 @@ inline SendingBin* list_sending_bins(const uint8_t* codes, int64_t bins, int64_t
 // target += sign * scale, with the layer scale; a scale below zero takes off what was sent.
 template <typename Entry>
 void add(const Entry* entry, const Entry* end, int64_t bin_size, float scale, float* target) {
-  const float signed_scales[2] = {scale, -scale};
-  for_each_sent(entry, end, bin_size, [&](int64_t position, bool negative) {
-    target[position] += signed_scales[negative];
-  });
+  const float values[4] = {scale, scale, -scale, -scale};  // of an entry's two lowest bits
+  for_each_sent(entry, end, bin_size,
+                [&](int64_t position, uint32_t e) { target[position] += values[e & 3]; });
 }
 
 template <typename Entry>

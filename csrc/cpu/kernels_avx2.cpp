@@ -118,6 +118,8 @@ extern const Kernels kAvx2Kernels = {
     summarize,
     select<uint8_t>,
     select<uint16_t>,
+    count_bins<uint8_t>,
+    count_bins<uint16_t>,
     load_half,
     load_bfloat16,
     store_quotient<float>,

@@ -129,6 +129,8 @@ extern const Kernels kAvx512Kernels = {
     summarize,
     select8,
     select16,
+    count_bins<uint8_t>,
+    count_bins<uint16_t>,
     load_half,
     load_bfloat16,
     store_quotient<float>,

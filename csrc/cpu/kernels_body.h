@@ -31,6 +31,33 @@ ADACOMP_TARGET Entry* select_scalar(float* residual, const float* grad, int64_t 
   return out;
 }
 
+// Without a branch, so that it is vectorised.
+template <typename Entry>
+ADACOMP_TARGET int64_t count_bins(const Entry* entries, int64_t count, Entry limit, Entry nothing) {
+  Entry bad = entries[0] >= limit && entries[0] != nothing;
+  int64_t bins = entries[0] & kLastInBin;
+  constexpr int64_t kRun = 128;  // so many bins can be counted in 8 bits
+  for (int64_t begin = 1; begin < count; begin += kRun) {
+    const int64_t end = begin + kRun < count ? begin + kRun : count;
+    Entry in_run = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const Entry entry = entries[i];
+      const Entry before = entries[i - 1];
+      const auto starts = static_cast<Entry>(before & kLastInBin);
+      // Indices from 1: the one before counts as 0 if it ended its bin.
+      const auto index = static_cast<Entry>((entry >> 2) + 1);
+      const auto least = static_cast<Entry>(((before >> 2) + 1) & (starts - 1));
+      const Entry below_limit = entry < limit;
+      const Entry silent = entry == nothing;
+      const Entry increases = index > least;
+      bad |= static_cast<Entry>(((below_limit | (silent & starts)) & increases) ^ 1);
+      in_run += entry & kLastInBin;
+    }
+    bins += in_run;
+  }
+  return bad == 0 ? bins : -1;
+}
+
 ADACOMP_TARGET void load_bfloat16(const BFloat16* __restrict source, int64_t n,
                                   float* __restrict target) {
   for (int64_t j = 0; j < n; ++j) target[j] = to_float(source[j]);

@@ -16,6 +16,8 @@ extern const Kernels kPortableKernels = {
     summarize_scalar,
     select_scalar<uint8_t>,
     select_scalar<uint16_t>,
+    count_bins<uint8_t>,
+    count_bins<uint16_t>,
     load_half,
     load_bfloat16,
     store_quotient<float>,

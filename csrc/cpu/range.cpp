@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels.h"
+
 namespace adacomp::cpu {
 namespace {
 
@@ -11,31 +13,12 @@ bool all_zero(const uint8_t* bytes, int64_t begin, int64_t end) {
   return any == 0;
 }
 
-// Whether each entry may follow the one before it, the first one a last entry. Without a branch,
-// so that it is vectorised.
-template <typename Entry>
-bool indices_increase(const Entry* entries, int64_t count, int64_t bin_size, Entry nothing) {
-  const auto limit = static_cast<Entry>(make_entry(bin_size, false));
-  bool good = entries[0] < limit || entries[0] == nothing;
-  for (int64_t i = 1; i < count; ++i) {
-    const Entry entry = entries[i];
-    const Entry before = entries[i - 1];
-    const bool starts = (before & kLastInBin) != 0;
-    const bool increases = (entry >> 2) > (before >> 2);
-    good &= ((entry < limit) & (increases | starts)) | ((entry == nothing) & starts);
-  }
-  return good;
+int64_t count_bins(const uint8_t* entries, int64_t count, uint8_t limit, uint8_t nothing) {
+  return kernels().count_bins8(entries, count, limit, nothing);
 }
 
-template <typename Entry>
-int64_t count_last(const Entry* entries, int64_t count) {
-  int64_t last = 0;
-  for (int64_t begin = 0; begin < count; begin += 128) {  // few enough for a sum in 8 bits
-    uint8_t some = 0;
-    for (int64_t i = begin; i < std::min(begin + 128, count); ++i) some += entries[i] & 1;
-    last += some;
-  }
-  return last;
+int64_t count_bins(const uint16_t* entries, int64_t count, uint16_t limit, uint16_t nothing) {
+  return kernels().count_bins16(entries, count, limit, nothing);
 }
 
 }  // namespace
@@ -88,8 +71,9 @@ bool RangeReader::is_valid(const Range& range, const Entry* entries, const Entry
   const int64_t last_bin = bin_scales_ ? bins[sending - 1].first : (sending - 1) * range.bin_size;
   const Entry last = end[-1];
   const bool ends_within = entry_index(last) < chunk.elements - last_bin || last == nothing;
-  return ends_within && entry_last(last) && count_last(entries, count) == sending &&
-         indices_increase(entries, count, range.bin_size, nothing);
+  const auto limit = static_cast<Entry>(make_entry(range.bin_size, false));
+  return ends_within && entry_last(last) &&
+         count_bins(entries, count, limit, nothing) == sending;
 }
 
 // Reads entry by entry to the first fault, in the order in which the device's decoder does.
