@@ -11,6 +11,7 @@
 namespace adacomp::cpu {
 namespace {
 
+constexpr int64_t kStreamedElements = 2 << 20;  // 8 MiB: more than a core's share of most caches
 constexpr int64_t kNoFault = std::numeric_limits<int64_t>::max();
 
 bool all_zero(const uint8_t* bytes, int64_t begin, int64_t end) {
@@ -123,7 +124,11 @@ bool Decompressor::check_padding(int64_t rank) {
 
 void Decompressor::decode(int64_t first_chunk, int64_t last_chunk) {
   RangeReader reader(codec_);
-  std::vector<float> sums(layout_.largest_chunk(first_chunk, last_chunk), 0.0f);
+  const int64_t largest = layout_.largest_chunk(first_chunk, last_chunk);
+  std::vector<float> sums(largest, 0.0f);
+  const bool streams =
+      codec_.grad_type == GradType::kFloat32 && layout_.elements() >= kStreamedElements;
+  std::vector<float> buffer(streams ? largest : 0);
   for (int64_t i = first_chunk; i < last_chunk; ++i) {
     const Chunk chunk = layout_.chunk(i);
     const int64_t target = layout_.segment(chunk.segment).bucket_offset + chunk.first_element;
@@ -132,10 +137,16 @@ void Decompressor::decode(int64_t first_chunk, int64_t last_chunk) {
       non_finite |= float_bits(scales(rank)[chunk.segment]) == kNanBits;
       if (!add_chunk(chunk, i, rank, reader, sums.data())) return;
     }
-    store_quotient(grad_, codec_.grad_type, target, chunk.elements, sums.data(),
-                   static_cast<float>(world_size_));
+    const auto divisor = static_cast<float>(world_size_);
+    if (streams) {
+      stream_quotient(static_cast<float*>(grad_) + target, chunk.elements, sums.data(), divisor,
+                      buffer.data());
+    } else {
+      store_quotient(grad_, codec_.grad_type, target, chunk.elements, sums.data(), divisor);
+    }
     if (non_finite) cpu::fill_nan(grad_, codec_.grad_type, target, chunk.elements);
   }
+  flush_stores();
 }
 
 // Adds what a rank sent of a chunk to `sums`, or reports the fault and returns false.

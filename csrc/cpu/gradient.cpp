@@ -1,6 +1,11 @@
 #include "gradient.h"
 
 #include <algorithm>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "kernels.h"
 
@@ -56,6 +61,23 @@ void store_quotient(void* grad, GradType type, int64_t offset, int64_t count, fl
     case GradType::kBFloat16:
       return kernels().store_bfloat16(sums, divisor, count, static_cast<BFloat16*>(grad) + offset);
   }
+}
+
+void stream_quotient(float* grad, int64_t count, float* sums, float divisor, float* buffer) {
+  kernels().store_float(sums, divisor, count, buffer);
+  int64_t j = 0;
+#if defined(__SSE2__)
+  constexpr int64_t kWidth = 4;
+  for (; j < count && reinterpret_cast<uintptr_t>(grad + j) % 16 != 0; ++j) grad[j] = buffer[j];
+  for (; j + kWidth <= count; j += kWidth) _mm_stream_ps(grad + j, _mm_loadu_ps(buffer + j));
+#endif
+  std::memcpy(grad + j, buffer + j, (count - j) * sizeof(float));
+}
+
+void flush_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 void fill_nan(void* grad, GradType type, int64_t offset, int64_t count) {

@@ -18,6 +18,11 @@ void copy_exact(const void* grad, GradType type, int64_t offset, int64_t count, 
 void store_quotient(void* grad, GradType type, int64_t offset, int64_t count, float* sums,
                     float divisor);
 
+// The same for a float32 gradient that does not fit into the cache: written around it, which saves
+// reading it first. `buffer`: count floats. To be followed by flush_stores() before others read it.
+void stream_quotient(float* grad, int64_t count, float* sums, float divisor, float* buffer);
+void flush_stores();
+
 void fill_nan(void* grad, GradType type, int64_t offset, int64_t count);
 
 }  // namespace adacomp::cpu
