@@ -1,5 +1,6 @@
 #include "compress.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "gradient.h"
@@ -7,6 +8,8 @@
 
 namespace adacomp::cpu {
 namespace {
+
+constexpr int64_t kConvertedElements = 512;
 
 void accumulate(float* __restrict residual, const float* __restrict grad, int64_t n) {
   for (int64_t j = 0; j < n; ++j) residual[j] = sum_gradient(residual[j], grad[j]);
@@ -37,6 +40,7 @@ Compressor::Compressor(const Layout& layout, const Codec& codec, const void* gra
     : layout_(layout),
       codec_(codec),
       scale_of_code_(codec.grad_type),
+      kernels_(kernels()),
       grad_(grad),
       residual_(residual),
       payload_(payload),
@@ -60,67 +64,75 @@ void Compressor::select(int64_t task) {
   staging.clear();
   for (int64_t i = first_chunk_of(task); i < first_chunk_of(task + 1); ++i) {
     const Chunk chunk = layout_.chunk(i);
-    const Segment& segment = layout_.segment(chunk.segment);
-    const float* const grad =
-        load_gradient(grad_, codec_.grad_type, segment.bucket_offset + chunk.first_element,
-                      chunk.elements, staging.converted.reserve(chunk.elements));
-    with_entry_type(segment.bin_size,
-                    [&](auto entry) { pack<decltype(entry)>(chunk, grad, results_[i], staging); });
+    with_entry_type(layout_.segment(chunk.segment).bin_size,
+                    [&](auto entry) { pack<decltype(entry)>(chunk, results_[i], staging); });
   }
 }
 
 template <typename Entry>
-void Compressor::pack(const Chunk& chunk, const float* grad, ChunkResult& result,
-                      Staging& staging) const {
-  const Kernels& k = kernels();
-  const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
-  const float weight = codec_.threshold_factor - 1.0f;
+void Compressor::pack(const Chunk& chunk, ChunkResult& result, Staging& staging) const {
+  const Segment& segment = layout_.segment(chunk.segment);
+  const int64_t bin_size = segment.bin_size;
   const int64_t codes = codes_bytes(chunk.bins, codec_.bin_scales);
-  float* const residual = residual_of(chunk);
   uint8_t* const range = staging.ranges.reserve(
       worst_range_bytes(chunk.elements, chunk.bins, bin_size, codec_.bin_scales) + kEntrySlack);
   auto* const entries = reinterpret_cast<Entry*>(range + codes);
-  Entry* out = entries;
-  LaneSum sum;
-  int64_t silent_bins = 0;
+  float* const residual = residual_of(chunk);
+  // Several short bins at a time: few calls, and what was converted is still in the first cache.
+  const int64_t block = std::max<int64_t>(1, kConvertedElements / bin_size) * bin_size;
+  float* const converted = staging.converted.reserve(block);
+  Bins<Entry> packed{entries, range, 0, {}};
   std::memset(range, 0, codes);
-  for (int64_t b = 0, j = 0; b < chunk.bins; ++b, j += bin_size) {
-    const int64_t n = std::min(bin_size, chunk.elements - j);
-    const BinSummary bin = k.summarize(residual + j, grad + j, n);
-    result.any_gradient |= bin.gradient_bits != 0;
-    if (!finite_bits(bin.g_max_bits)) {
-      accumulate_finite(residual + j, grad + j, n);
-      result.non_finite = true;
-      continue;
-    }
-    const float g_max = bits_float(bin.g_max_bits);
-    sum.add(g_max);
-    const uint32_t code = codec_.bin_scales ? bin_code(g_max) : 0;
-    const bool silent =
-        bin.g_max_bits == 0 ||
-        (codec_.bin_scales && (bin.gradient_bits == 0 || scale_of_code_[code] == 0));
-    Entry* const first = out;
-    if (silent) {
-      accumulate(residual + j, grad + j, n);
-    } else {
-      out = cpu::select(k, residual + j, grad + j, n, g_max, weight, out);
-    }
-    if (out != first) {
-      out[-1] |= kLastInBin;
-      if (codec_.bin_scales) range[b] = static_cast<uint8_t>(code);
-    } else if (!codec_.bin_scales) {
-      *out++ = static_cast<Entry>(nothing_entry(sizeof(Entry)));
-      ++silent_bins;
+  for (int64_t first = 0; first < chunk.elements; first += block) {
+    const int64_t end = std::min(first + block, chunk.elements);
+    const float* grad =
+        load_gradient(grad_, codec_.grad_type, segment.bucket_offset + chunk.first_element + first,
+                      end - first, converted);
+    for (int64_t j = first; j < end; j += bin_size, grad += bin_size) {
+      pack_bin(residual + j, grad, std::min(bin_size, end - j), result, packed);
     }
   }
-  result.sum_of_g_max = sum.total();
+  result.sum_of_g_max = packed.sum_of_g_max.total();
   result.staged = staging.ranges.size();
-  result.stored = static_cast<int32_t>(out - entries);
-  result.selected = static_cast<int32_t>(result.stored - silent_bins);
-  if (codec_.bin_scales) correct(chunk, range, static_cast<const Entry*>(entries), result, staging);
-  if (sizeof(Entry) == 1 && result.stored % 2 != 0) *out++ = 0;
-  result.bytes = static_cast<int32_t>(reinterpret_cast<uint8_t*>(out) - range);
+  result.stored = static_cast<int32_t>(packed.out - entries);
+  result.selected = static_cast<int32_t>(result.stored - packed.silent);
+  if (codec_.bin_scales) correct<Entry>(chunk, range, entries, result, staging);
+  if (sizeof(Entry) == 1 && result.stored % 2 != 0) *packed.out++ = 0;
+  result.bytes = static_cast<int32_t>(reinterpret_cast<uint8_t*>(packed.out) - range);
   staging.ranges.grow(result.bytes);
+}
+
+template <typename Entry>
+void Compressor::pack_bin(float* residual, const float* grad, int64_t n, ChunkResult& result,
+                          Bins<Entry>& packed) const {
+  const BinSummary bin = kernels_.summarize(residual, grad, n);
+  uint8_t* const code_byte = packed.code++;
+  result.any_gradient |= bin.gradient_bits != 0;
+  if (!finite_bits(bin.g_max_bits)) {
+    accumulate_finite(residual, grad, n);
+    result.non_finite = true;
+    return;
+  }
+  const float g_max = bits_float(bin.g_max_bits);
+  packed.sum_of_g_max.add(g_max);
+  const uint32_t code = codec_.bin_scales ? bin_code(g_max) : 0;
+  const bool sends_nothing =
+      bin.g_max_bits == 0 ||
+      (codec_.bin_scales && (bin.gradient_bits == 0 || scale_of_code_[code] == 0.0f));
+  Entry* const first = packed.out;
+  if (sends_nothing) {
+    accumulate(residual, grad, n);
+  } else {
+    const float weight = codec_.threshold_factor - 1.0f;
+    packed.out = cpu::select(kernels_, residual, grad, n, g_max, weight, first);
+  }
+  if (packed.out != first) {
+    packed.out[-1] |= kLastInBin;
+    if (codec_.bin_scales) *code_byte = static_cast<uint8_t>(code);
+  } else if (!codec_.bin_scales) {
+    *packed.out++ = static_cast<Entry>(nothing_entry(sizeof(Entry)));
+    ++packed.silent;
+  }
 }
 
 // With bin scales, while the chunk is in cache: residual = G - sign(G) s, and G is kept.

@@ -16,6 +16,7 @@
 #include "../layout.h"
 #include "arena.h"
 #include "entries.h"
+#include "kernels.h"
 
 namespace adacomp::cpu {
 
@@ -23,7 +24,7 @@ namespace adacomp::cpu {
 struct Staging {
   Arena<uint8_t> ranges;   // of its chunks
   Arena<float> kept;       // with bin scales: G of every entry, as it was before the correction
-  Arena<float> converted;  // one chunk's gradients as float32
+  Arena<float> converted;  // some bins' gradients as float32
   Arena<SendingBin> bins;  // one chunk's
 
   void clear() {
@@ -59,10 +60,22 @@ class Compressor {
     bool sent;          // in the payload
   };
 
+  // Where the bins of a chunk are packed to.
+  template <typename Entry>
+  struct Bins {
+    Entry* out;
+    uint8_t* code;   // of the next bin, with bin scales
+    int64_t silent;  // entries for "nothing"
+    LaneSum sum_of_g_max;
+  };
+
   int64_t first_chunk_of(int64_t task) const;
   float* residual_of(const Chunk& chunk) const;
   template <typename Entry>
-  void pack(const Chunk& chunk, const float* grad, ChunkResult& result, Staging& staging) const;
+  void pack(const Chunk& chunk, ChunkResult& result, Staging& staging) const;
+  template <typename Entry>
+  void pack_bin(float* residual, const float* grad, int64_t n, ChunkResult& result,
+                Bins<Entry>& packed) const;
   template <typename Entry>
   void correct(const Chunk& chunk, const uint8_t* codes, const Entry* entries, ChunkResult& result,
                Staging& staging) const;
@@ -79,6 +92,7 @@ class Compressor {
   const Layout& layout_;
   const Codec codec_;
   const BinScales scale_of_code_;
+  const Kernels& kernels_;
   const void* grad_;
   float* residual_;
   uint8_t* payload_;

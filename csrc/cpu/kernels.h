@@ -30,9 +30,9 @@ struct Kernels {
   uint16_t* (*select16)(float* residual, const float* grad, int64_t n, float g_max, float weight,
                         uint16_t* out);
 
-  // How many of the entries end a bin, or -1 if one is neither below `limit`, the entry of the index
-  // behind the last, with an index above the one before it in its bin, nor `nothing` in place of a
-  // bin. count > 0.
+  // How many of the entries end a bin, or -1 if one is neither below `limit`, the entry of the
+  // index behind the last, with an index above the one before it in its bin, nor `nothing` in place
+  // of a bin. count > 0.
   int64_t (*count_bins8)(const uint8_t* entries, int64_t count, uint8_t limit, uint8_t nothing);
   int64_t (*count_bins16)(const uint16_t* entries, int64_t count, uint16_t limit, uint16_t nothing);
 

@@ -72,8 +72,7 @@ bool RangeReader::is_valid(const Range& range, const Entry* entries, const Entry
   const Entry last = end[-1];
   const bool ends_within = entry_index(last) < chunk.elements - last_bin || last == nothing;
   const auto limit = static_cast<Entry>(make_entry(range.bin_size, false));
-  return ends_within && entry_last(last) &&
-         count_bins(entries, count, limit, nothing) == sending;
+  return ends_within && entry_last(last) && count_bins(entries, count, limit, nothing) == sending;
 }
 
 // Reads entry by entry to the first fault, in the order in which the device's decoder does.
