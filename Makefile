@@ -4,6 +4,7 @@ VENV ?= .venv
 TORCH ?= torch>=2.11,<2.16
 DEMO_ARGS ?=
 TEST_ARGS ?=
+NETBENCH_ARGS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_CXX ?= clang++
 SOAK_MINUTES ?= 1
@@ -15,7 +16,7 @@ CXX_SOURCES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES)) $(wildcard tests/*/*.h 
 FUZZ_SOURCES := tests/fuzz/decompress_fuzzer.cpp $(filter-out csrc/cpu/ops.cpp,$(wildcard csrc/cpu/*.cpp))
 FUZZ_FLAGS := -std=c++17 -O2 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test soak fuzz fuzz-corpus lint format benchmark clean
+.PHONY: demo test soak fuzz fuzz-corpus lint format benchmark netbench clean
 
 # Installed, not editable: environments with different versions of torch can share the tree.
 $(VENV)/installed: pyproject.toml setup.py $(SOURCES)
@@ -48,6 +49,11 @@ format: $(VENV)/installed
 
 benchmark: $(VENV)/installed
 	$(VENV)/bin/python examples/benchmark_ops.py
+
+# As root, on Linux with iproute2: builds hosts in network namespaces. See docs/netbench.md.
+netbench: $(VENV)/installed
+	$(VENV)/bin/python examples/netbench/run.py --out netbench $(NETBENCH_ARGS)
+	$(VENV)/bin/python examples/netbench/plot.py netbench/netbench.csv
 
 # Without the tracing of compared values, which is half of the time: the target repairs the fields that need it.
 build/fuzz/decompress_fuzzer: $(CXX_SOURCES) Makefile

@@ -1,4 +1,4 @@
-"""One bucket's exchange: layout table, capacity from step to step, buffers, counts.
+"""One bucket's exchange: layout table, buffers, headers of earlier exchanges, counts.
 
 An exchange is known by the parameters of its bucket, never by the bucket's index or offset, which
 DDP changes when it rebuilds its buckets.
@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _C, ops
+from . import _C, dense, ops
 from .agreement import agree, all_gather_single
+from .capacity import Capacity, first_entry_bytes, largest_that_pays
+from .layout import BucketParameter
 
-_ALIGNMENT = 16
-_FIRST_ENTRY_BYTES = 64 * 1024
-_FIRST_RECEIVE_BYTES = 1024 * 1024
-_WINDOW = 16  # exchanges that size the capacity, so that a rarely active parameter still counts
 _DISTANCE = 2  # exchange n is sized by the headers of n - 2 and before, on every backend alike
 _NEEDED_AT = slice(16, 24)  # header field needed_bytes, int64
 
@@ -43,28 +41,11 @@ def _wait_for_callbacks() -> None:
 
 @dataclass(frozen=True)
 class Codec:
-    """The options that both ends of the wire must share."""
+    """The options of an exchange that all ranks must share."""
 
     scale: ops.Scale
     threshold_factor: float
-
-
-@dataclass(frozen=True)
-class BucketParameter:
-    """A parameter's place; `residual_offset` is within its device's residual, -1 if sent raw."""
-
-    name: str
-    numel: int
-    bin_size: int | None
-    residual_offset: int
-
-
-def _align_down(count: int) -> int:
-    return count // _ALIGNMENT * _ALIGNMENT
-
-
-def _align_up(count: int) -> int:
-    return _align_down(count + _ALIGNMENT - 1)
+    dense_fallback: float | None
 
 
 class _Report:
@@ -103,6 +84,13 @@ def _any_non_finite(tensor: Tensor) -> Tensor:
     return ~largest.isfinite().reshape(1)
 
 
+def _raise_if_failed(exchanged: torch.futures.Future[object], what: str) -> None:
+    try:
+        exchanged.value()  # raises if a peer is gone; what it returns differs by backend
+    except RuntimeError as error:
+        raise RuntimeError(f"adacomp_hook: {what} failed: {error}") from None
+
+
 class BucketExchange:
     """Exchanges of the buckets that hold exactly `parameters`, in this order."""
 
@@ -129,19 +117,21 @@ class BucketExchange:
             (len(self.parameters), 2), dtype=torch.int64, device=buffer.device
         )
         self.last_step = -1
-        self.dense_exchanges = 0
+        self.dense_exchanges = 0  # before `start_iter`
         self.bytes_sent = 0
         self.compress_seconds = 0.0
         self.exchange_seconds = 0.0
         self.decompress_seconds = 0.0
-        self.exchanges = 0
-        self._needed: deque[int] = deque(maxlen=_WINDOW)  # entry bytes, the most of all ranks
-        self._sized_by = 0  # exchanges that `_needed` has or had
-        self._reports: deque[_Report] = deque()  # of the exchanges after these
+        self.exchanges = 0  # compressed ones
+        self.fallbacks = 0  # those that were dense because compressing did not pay
+        self.capacity = self._make_capacity(buffer)
+        self._unread: deque[int] = deque()  # of which exchanges the reports are still to be read
+        self._reports: deque[_Report] = deque()  # theirs, as far as they have come
         self._last_report = torch.zeros(2, dtype=torch.int64, device=buffer.device)
         self._payload: Tensor | None = None
         self._gathered: Tensor | None = None
         self._sent: tuple[Tensor, int] | None = None  # the last payload and its step
+        self._shares: Tensor | None = None  # or what the last exchange sent if it was dense
         self.watches = False  # whether to find out `non_finite`, which takes a pass over the bucket
         self.non_finite: Tensor | None = None  # [1], bool: of what was decoded last
 
@@ -153,8 +143,21 @@ class BucketExchange:
             offset += p.numel
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
 
+    def _make_capacity(self, buffer: Tensor) -> Capacity:
+        fallback = self.codec.dense_fallback
+        if self.dense_bytes == 0:
+            fallback = None  # a header, rather than a collective of no bytes
+        return Capacity(
+            fixed=self.fixed,
+            most=min(self.worst_case, int(_C.max_payload_bytes)),
+            first_entry_bytes=first_entry_bytes(self.fixed, buffer.numel(), self.world_size),
+            pays_up_to=None
+            if fallback is None
+            else largest_that_pays(self.dense_bytes, self.world_size, fallback),
+        )
+
     def release_buffers(self) -> None:
-        self._payload = self._gathered = self._sent = self.non_finite = None
+        self._payload = self._gathered = self._sent = self._shares = self.non_finite = None
 
     def restore(self, residual: Tensor, condition: Tensor) -> None:
         """Puts back into `residual` what was sent last if `condition`, [1] bool; only once."""
@@ -170,7 +173,9 @@ class BucketExchange:
                 scale=self.codec.scale,
                 threshold_factor=self.codec.threshold_factor,
             )
-        self._sent = self.non_finite = None
+        if self._shares is not None:
+            dense.put_back(self._shares, residual, self.parameters, self.world_size, condition)
+        self._sent = self._shares = self.non_finite = None
 
     def add_to(
         self,
@@ -180,8 +185,12 @@ class BucketExchange:
     ) -> None:
         """Adds this exchange's counts to those of `AdaCompState.stats`."""
         compressed = self.exchanges
-        totals["bytes_sent"] += self.bytes_sent + self.dense_exchanges * self.dense_bytes
-        totals["dense_bytes"] += (compressed + self.dense_exchanges) * self.dense_bytes
+        uncompressed = self.fallbacks + self.dense_exchanges
+        totals["bytes_sent"] += self.bytes_sent + uncompressed * self.dense_bytes
+        totals["dense_bytes"] += (compressed + uncompressed) * self.dense_bytes
+        totals["exchanges"] += compressed + self.fallbacks
+        totals["fallbacks"] += self.fallbacks
+        totals["fallback_bytes"] += self.fallbacks * self.dense_bytes
         for key in seconds:
             seconds[key] += getattr(self, key)
         for p, (entries, dropped) in zip(self.parameters, self.counters.tolist(), strict=True):
@@ -189,37 +198,20 @@ class BucketExchange:
             for i, count in enumerate((entries, dropped, bins * compressed)):
                 counts[p.name][i] += count
 
-    # ---- capacity --------------------------------------------------------------------------------
+    # ---- headers ---------------------------------------------------------------------------------
 
-    def _first_entry_bytes(self) -> int:
-        """The first exchanges' room: little enough that W payloads do not double the memory."""
-        numel = sum(p.numel for p in self.parameters)
-        wanted = max(_FIRST_ENTRY_BYTES, numel * 4 // 8)
-        bound = max(4 * numel, _FIRST_RECEIVE_BYTES) // self.world_size - self.fixed
-        return max(0, _align_down(min(wanted, bound)))
-
-    def capacity(self) -> int:
-        """Payload bytes of the coming exchange, the same on every rank without asking."""
-        if self.exchanges < _DISTANCE:
-            entry_bytes = self._first_entry_bytes()
-        else:
-            self._read_reports(self.exchanges - _DISTANCE + 1)
-            # No margin on top: the largest of 16 W needs is one, what exceeds it is only late, and
-            # an element waits for about bin_size / 6 steps anyway.
-            entry_bytes = max(self._needed)
-        return min(self.fixed + _align_up(entry_bytes), self.worst_case, int(_C.max_payload_bytes))
-
-    def _read_reports(self, count: int) -> None:
-        """Takes the headers of the first `count` exchanges into account, and not of later ones:
-        those may be here already, but not on every rank."""
-        while self._sized_by < count:
+    def _read_reports(self) -> None:
+        """Takes the headers of exchanges up to the one before the last into account, and not of the
+        last: they may be here already, but not on every rank."""
+        coming = self.exchanges + self.fallbacks
+        while self._unread and self._unread[0] <= coming - _DISTANCE:
             if not self._reports:
                 raise RuntimeError(
                     f"adacomp_hook: an earlier exchange of the bucket from "
                     f"{self.parameters[0].name!r} failed; restart from a checkpoint"
                 )
-            self._needed.append(self._reports.popleft().needed_bytes() - self.fixed)
-            self._sized_by += 1
+            self.capacity.add(self._reports.popleft().needed_bytes())
+            self._unread.popleft()
 
     def check(self) -> None:
         """Raises RuntimeError for a malformed payload that a device has found since."""
@@ -250,8 +242,39 @@ class BucketExchange:
     def start(
         self, buffer: Tensor, residual: Tensor, step: int, bucket_name: str
     ) -> torch.futures.Future[Tensor]:
-        """Compresses `buffer`, begins the all-gather, returns the future of `buffer` decoded."""
-        capacity = self.capacity()
+        """Begins the exchange of `buffer`; returns the future of `buffer` with the ranks' mean."""
+        self._read_reports()
+        capacity = self.capacity.begin()
+        if capacity is None:
+            return self._start_dense(buffer, residual, bucket_name)
+        return self._start_compressed(buffer, residual, step, capacity, bucket_name)
+
+    def _start_dense(
+        self, buffer: Tensor, residual: Tensor, bucket_name: str
+    ) -> torch.futures.Future[Tensor]:
+        began = time.perf_counter()
+        self.release_buffers()  # larger than the bucket, and not used for some time
+        dense.take_shares(buffer, residual, self.parameters, self.world_size)
+        self._shares = buffer.clone()
+        sent = time.perf_counter()
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        assert work is not None
+        self.fallbacks += 1
+        self.compress_seconds += sent - began
+
+        def finish(exchanged: torch.futures.Future[object]) -> Tensor:
+            _raise_if_failed(exchanged, f"{bucket_name}: the all-reduce")
+            if self.watches:
+                self.non_finite = _any_non_finite(buffer)
+            self.exchange_seconds += time.perf_counter() - sent
+            return buffer
+
+        _callbacks.add(finish)
+        return work.get_future().then(finish)
+
+    def _start_compressed(
+        self, buffer: Tensor, residual: Tensor, step: int, capacity: int, bucket_name: str
+    ) -> torch.futures.Future[Tensor]:
         payload, gathered = self._buffers(capacity, buffer.device)
         scale, factor = self.codec.scale, self.codec.threshold_factor
         began = time.perf_counter()
@@ -265,10 +288,11 @@ class BucketExchange:
             threshold_factor=factor,
             counters=self.counters,
         )
-        self._sent = (payload, step)
+        self._sent, self._shares = (payload, step), None
         sent = time.perf_counter()
         work = all_gather_single(gathered, payload, group=self.group, async_op=True)
         assert work is not None
+        self._unread.append(self.exchanges + self.fallbacks)
         self.exchanges += 1
         self.bytes_sent += capacity
         self.compress_seconds += sent - began
@@ -276,12 +300,7 @@ class BucketExchange:
         def decode(exchanged: torch.futures.Future[object]) -> Tensor:
             # No collective and no wait in here: Gloo runs callbacks on two threads only.
             received = time.perf_counter()
-            try:
-                exchanged.value()  # raises if a peer is gone; what it returns differs by backend
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"adacomp_hook: {bucket_name}: the all-gather failed: {error}"
-                ) from None
+            _raise_if_failed(exchanged, f"{bucket_name}: the all-gather")
             payloads = gathered.view(self.world_size, capacity)
             try:
                 ops.decompress(

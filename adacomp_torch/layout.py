@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,16 @@ RAW_BELOW = 512  # elements: below this the entries do not pay for their chunk t
 
 BinSizeFunction: TypeAlias = "Callable[[str, Tensor, nn.Module], int | None]"
 BinSizeOption: TypeAlias = "int | Mapping[str, int | None] | BinSizeFunction"
+
+
+@dataclass(frozen=True)
+class BucketParameter:
+    """A parameter's place; `residual_offset` is within its device's residual, -1 if sent raw."""
+
+    name: str
+    numel: int
+    bin_size: int | None
+    residual_offset: int
 
 
 def make_layout(numels: Sequence[int], bin_sizes: Sequence[int | None]) -> Tensor:

@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C
-from .exchange import BucketExchange, BucketParameter
-from .layout import BinSizeOption, bin_size_function, checked_bin_size
+from .exchange import BucketExchange
+from .layout import BinSizeOption, BucketParameter, bin_size_function, checked_bin_size
 
 SUPPORTED = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _C, checkpoint
+from . import _C, checkpoint, options
 from .agreement import agree
-from .exchange import BucketExchange, BucketParameter, Codec
-from .layout import BinSizeOption, default_bin_size
+from .exchange import BucketExchange, Codec
+from .layout import BinSizeOption, BucketParameter, default_bin_size
 from .ops import Scale, has_bin_scales
 from .residuals import SUPPORTED, Residuals
 from .version import __version__
@@ -44,6 +44,9 @@ class AdaCompState:
         scale: "layer" (the paper) or "bin" (one byte per bin: more bytes, less error per step).
         threshold_factor: soft threshold of H = G + (threshold_factor - 1) dW; finite, >= 1.
         start_iter: this many steps are dense (all-reduced) first.
+        dense_fallback: a bucket of which world_size payloads would be at least this many times its
+            gradients' bytes is all-reduced, with its residuals, for 64 exchanges, and then tried
+            again; at 2.0 both ways put the same bytes on the wire. None: always compressed.
         grad_scaler: the torch.amp.GradScaler that scales this module's loss, if any. Residuals then
             follow its scale, and what was sent in a step that it skips is put back.
         process_group: group of the exchange; None is the module's own.
@@ -73,6 +76,7 @@ class AdaCompState:
         scale: Scale = "layer",
         threshold_factor: float = 2.0,
         start_iter: int = 0,
+        dense_fallback: float | None = 2.0,
         grad_scaler: GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -81,7 +85,7 @@ class AdaCompState:
                 "module: expected a DistributedDataParallel object (the wrapped model, not the "
                 f"model itself), got {type(module).__name__}"
             )
-        _check_hook_is_free(module)
+        options.check_hook_is_free(module)
         previous = _states.get(module)
         if previous is not None and previous() is not None:
             raise ValueError(
@@ -89,21 +93,13 @@ class AdaCompState:
                 "got one that has it already; use that one"
             )
         has_bin_scales(scale)
-        factor = _checked_factor(threshold_factor)
-        if not isinstance(start_iter, int) or isinstance(start_iter, bool) or start_iter < 0:
-            raise ValueError(f"start_iter: expected an int >= 0, got {start_iter!r}")
-        if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-            raise TypeError(
-                f"grad_scaler: expected a torch.amp.GradScaler, got {type(grad_scaler).__name__}"
-            )
+        options.check_start_iter(start_iter)
+        options.check_grad_scaler(grad_scaler)
+        options.check_process_group(process_group)
         self.start_iter = start_iter
-        self._codec = Codec(scale, factor)
+        factor = options.checked_factor(threshold_factor)
+        self._codec = Codec(scale, factor, options.checked_fallback(dense_fallback))
         self._module = weakref.ref(module)
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(
-                "process_group: expected a ProcessGroup that this rank is in, "
-                f"got {type(process_group).__name__}"
-            )
         self._process_group = process_group
         self._residuals = Residuals(module, bin_size, grad_scaler)
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
@@ -186,6 +182,7 @@ class AdaCompState:
             "scale": self._codec.scale,
             "threshold_factor": self._codec.threshold_factor,
             "start_iter": self.start_iter,
+            "dense_fallback": self._codec.dense_fallback,
             "grad_scaler": self._residuals.scaler is not None,
             "step": self._step,
         }
@@ -226,6 +223,8 @@ class AdaCompState:
 
         - steps, compressed_steps: synchronised steps, and those of them after `start_iter`.
         - bytes_sent: bytes given to the collectives (whole payloads; in dense steps the gradients).
+        - exchanges: of single buckets, after `start_iter`. fallbacks, fallback_bytes: those of them
+          that were all-reduced because compressing did not pay, and the bytes of these.
         - dense_bytes: bytes of the gradients. compression_ratio: dense_bytes / bytes_sent.
         - entries_per_bin: elements sent per bin and exchange. dropped_chunks: sent later instead.
         - residual_max: largest |residual|.
@@ -239,7 +238,9 @@ class AdaCompState:
         self.check()
         self._settle()
         counts = {name: [0, 0, 0] for name in self._residuals.parameters}  # entries, dropped, bins
-        totals = dict.fromkeys(("bytes_sent", "dense_bytes"), 0)
+        totals = dict.fromkeys(
+            ("exchanges", "fallbacks", "fallback_bytes", "bytes_sent", "dense_bytes"), 0
+        )
         seconds = dict.fromkeys(("compress_seconds", "exchange_seconds", "decompress_seconds"), 0.0)
         for exchange in self._exchanges.values():
             exchange.add_to(totals, seconds, counts)
@@ -344,28 +345,6 @@ class AdaCompState:
             "AdaCompState belongs to a live DistributedDataParallel object and cannot be copied or "
             "pickled, nor can that object: use its `module`, and this state's state_dict()"
         )
-
-
-def _check_hook_is_free(ddp: DistributedDataParallel) -> None:
-    """DDP takes one hook; some of its features are one, and would say so less clearly and later."""
-    taken = [getattr(hook, "__qualname__", repr(hook)) for hook, _ in ddp._comm_hooks]
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp._module_parameters):
-        taken = ["the one of an optimizer in the backward"]
-    if taken:
-        raise ValueError(
-            f"module: expected no communication hook yet, because DDP takes only one, "
-            f"got {', '.join(taken)}"
-        )
-
-
-def _checked_factor(factor: object) -> float:
-    if not isinstance(factor, (int, float)) or isinstance(factor, bool):
-        raise TypeError(f"threshold_factor: expected a number, got {type(factor).__name__}")
-    if not 1.0 <= factor <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"threshold_factor: expected a finite number >= 1 within float32, got {factor}"
-        )
-    return float(factor)
 
 
 def _abs_max(tensor: Tensor) -> float:

@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook, exchange
+from adacomp_torch import AdaCompState, adacomp_hook, capacity
 
 DTYPES = (torch.float32, torch.float32, torch.float16, torch.bfloat16)
 WRAPPERS: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
@@ -58,6 +58,7 @@ class Plan:
     unsynchronised: set[int] = field(default_factory=set)
     discarded: set[int] = field(default_factory=set)  # whose gradients are not used
     first_entry_bytes: int = 0
+    dense_exchanges: int = 64
 
     def __post_init__(self) -> None:
         r = random.Random(self.seed)
@@ -79,6 +80,7 @@ class Plan:
             "scale": r.choice(("layer", "bin")),
             "threshold_factor": r.choice((1.0, 1.5, 2.0, 2.0, 3.0)),
             "start_iter": r.choice((0, 0, 0, 1, 3)),
+            "dense_fallback": r.choice((None, 2.0, 2.0, 0.3)),
         }
         if set(self.dtypes) == {torch.float32}:
             self.wrapper = r.choice((None, None, "fp16", "bf16"))
@@ -87,6 +89,7 @@ class Plan:
         self.discarded = {step for step in range(self.steps) if r.random() < 0.1}
         if mode != "static_graph":  # which must do the same in every step
             self.unsynchronised = {step for step in range(self.steps) if r.random() < 0.2}
+        self.dense_exchanges = r.choice((1, 3, 64))
         self.first_entry_bytes = r.choice((16, 256, 64 * 1024))  # little room: chunks are dropped
 
     def kind(self, step: int, rank: int, index: int) -> str:
@@ -179,6 +182,13 @@ class Episode:
     def residuals(self) -> list[Tensor]:
         return [self.residual(i) for i in range(len(self.plan.shapes))]
 
+    def all_reduced(self) -> set[int]:
+        """Parameters whose last exchange was dense, because compressing does not pay."""
+        state = self.state
+        last = [e for e in state._exchanges.values() if e.last_step == state._step]
+        names = {p.name for e in last if e._shares is not None for p in e.parameters}
+        return {i for i in range(len(self.plan.shapes)) if f"weights.{i}" in names}
+
     def step(self, step: int) -> None:
         plan = self.plan
         synchronised = step not in plan.unsynchronised
@@ -193,15 +203,17 @@ class Episode:
         if not synchronised:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
             return
-        dense = self.state._step < plan.hook["start_iter"]
+        first = self.state._step < plan.hook["start_iter"]
+        all_reduced = self.all_reduced()
         for i, p in enumerate(self.module.weights):
             what = f"step {step}, weights.{i}"
             sent_as = WRAPPERS[plan.wrapper][1] if plan.wrapper else p.dtype
             own = self.sums[i] if self.sums[i] is not None else torch.zeros(p.shape, dtype=p.dtype)
+            dense = first or i in all_reduced
             check(what, p.grad, before[i], own.to(sent_as).float(), after[i], sent_as, dense)
-            if not dense and self.sums[i] is None:
+            if not first and self.sums[i] is None:
                 assert torch.equal(before[i], after[i]), f"{what}: unused, but its residual changed"
-            if not dense and step in plan.discarded and plan.bins[i] is not None:
+            if not first and step in plan.discarded and plan.bins[i] is not None:
                 self.state.restore_skipped_step()
                 check_restored(what, before[i], own.to(sent_as).float(), after[i], self.residual(i))
         used = [p.grad for p in self.module.weights if p.grad is not None]
@@ -251,11 +263,12 @@ def check_restored(what: str, before: Tensor, own: Tensor, after: Tensor, now: T
     assert ((now - g).abs() <= bound).all(), f"{what}: what was sent is not back"
 
 
-def episode(rank: int, seed: int) -> tuple[int, int]:
-    """Returns the steps taken and the chunks dropped."""
+def episode(rank: int, seed: int) -> tuple[int, int, int]:
+    """Returns the steps taken, the chunks dropped and the dense exchanges of single buckets."""
     plan = Plan(seed)
-    exchange._FIRST_ENTRY_BYTES = plan.first_entry_bytes
-    exchange._FIRST_RECEIVE_BYTES = plan.first_entry_bytes * plan.world_size
+    capacity._FIRST_ENTRY_BYTES = plan.first_entry_bytes
+    capacity._DENSE_EXCHANGES = plan.dense_exchanges
+    capacity._FIRST_RECEIVE_BYTES = plan.first_entry_bytes * plan.world_size
     run = Episode(plan, rank)
     for step in range(plan.steps):
         if step in plan.restarts:
@@ -263,12 +276,12 @@ def episode(rank: int, seed: int) -> tuple[int, int]:
         run.step(step)
     stats = run.state.stats()
     assert stats["steps"] == 0 or stats["bytes_sent"] > 0
-    return plan.steps, stats["dropped_chunks"]
+    return plan.steps, stats["dropped_chunks"], stats["fallbacks"]
 
 
 def main(
     arguments: list[str] | None = None,
-    episode: Callable[[int, int], tuple[int, int]] = episode,
+    episode: Callable[[int, int], tuple[int, int, int]] = episode,
 ) -> int:
     parser = argparse.ArgumentParser(description="Looks for broken invariants at random.")
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -277,7 +290,7 @@ def main(
     args = parser.parse_args(arguments)
     seed = int(time.time()) if args.seed is None else args.seed
     deadline = time.monotonic() + 60 * args.minutes
-    done = steps = dropped = 0
+    done = steps = dropped = dense = 0
     while time.monotonic() < deadline and (args.episodes is None or done < args.episodes):
         try:
             results = run_ranks(episode, Plan(seed + done).world_size, seed + done)
@@ -286,8 +299,12 @@ def main(
             return 1
         done += 1
         steps += results[0][0]
-        dropped += sum(count for _, count in results)
-    print(f"{done} episodes from seed {seed}, {steps} steps, {dropped} chunks dropped: no finding")
+        dropped += sum(count for _, count, _ in results)
+        dense += results[0][2]
+    print(
+        f"{done} episodes from seed {seed}, {steps} steps, {dropped} chunks dropped, "
+        f"{dense} exchanges all-reduced: no finding"
+    )
     return 0
 
 

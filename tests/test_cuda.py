@@ -162,11 +162,11 @@ def test_memory_is_bounded():
 # ---- the hook ------------------------------------------------------------------------------------
 
 
-def nccl_steps(rank: int, steps: int, pressure: bool) -> list[Tensor]:
+def nccl_steps(rank: int, steps: int, pressure: bool, fallback: float = 2.0) -> list[Tensor]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     group = dist.new_group(backend="nccl")
     module = GivenGradients().cuda()
-    ddp, state = hooked(module, {"process_group": group})
+    ddp, state = hooked(module, {"process_group": group}, dense_fallback=fallback)
     for step in range(steps):
         module.zero_grad()
         grads = [grad.cuda() for grad in exact_gradients(rank, step)]
@@ -178,15 +178,18 @@ def nccl_steps(rank: int, steps: int, pressure: bool) -> list[Tensor]:
         if pressure:
             for size in (1 << 10, 1 << 16, 1 << 20):  # memory that was freed too early is reused
                 torch.full((size + step,), float("nan"), device="cuda")
-    assert_compressed(state)
+    if fallback == 2.0:
+        assert_compressed(state)
+    else:
+        assert state.stats()["fallbacks"] > 0
     state.check()
     named = [state.residual(name).cpu() for name in ("first", "second", "third", "fourth")]
     return [*(p.grad.cpu() for p in module.parameters()), *named]
 
 
-def cpu_steps(rank: int, steps: int) -> list[Tensor]:
+def cpu_steps(rank: int, steps: int, fallback: float) -> list[Tensor]:
     module = GivenGradients()
-    ddp, state = hooked(module)
+    ddp, state = hooked(module, dense_fallback=fallback)
     for step in range(steps):
         module.zero_grad()
         ddp(exact_gradients(rank, step)).backward()
@@ -198,13 +201,20 @@ def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_nccl_with_one_rank_has_the_bits_of_gloo():
-    assert_same(run_ranks(nccl_steps, 1, 6, False)[0], run_ranks(cpu_steps, 1, 6)[0])
+FALLBACKS = {"compressed": 2.0, "dense": 1e-3}
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS.values(), ids=FALLBACKS)
+def test_nccl_with_one_rank_has_the_bits_of_gloo(fallback):
+    nccl = run_ranks(nccl_steps, 1, 6, False, fallback)[0]
+    assert_same(nccl, run_ranks(cpu_steps, 1, 6, fallback)[0])
 
 
 @pytest.mark.needs_cuda(devices=2)
-def test_nccl_with_two_ranks_has_the_bits_of_gloo():
-    nccl, gloo = run_ranks(nccl_steps, 2, 6, False), run_ranks(cpu_steps, 2, 6)
+@pytest.mark.parametrize("fallback", FALLBACKS.values(), ids=FALLBACKS)
+def test_nccl_with_two_ranks_has_the_bits_of_gloo(fallback):
+    nccl = run_ranks(nccl_steps, 2, 6, False, fallback)
+    gloo = run_ranks(cpu_steps, 2, 6, fallback)
     for first, second in zip(nccl, gloo, strict=True):
         assert_same(first, second)
 

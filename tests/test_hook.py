@@ -77,7 +77,7 @@ def test_steps_before_start_iter_are_dense_bit_for_bit(start_iter, world_size, a
 
 def constant_gradients(rank: int, dtype: torch.dtype) -> None:
     module = GivenGradients(dtype)
-    ddp, state = hooked(module)
+    ddp, state = hooked(module, dense_fallback=None)
     for _ in range(3):
         module.zero_grad()
         ddp([torch.full(shape, rank + 1.0, dtype=dtype) for _, shape in module.SHAPES]).backward()
@@ -97,7 +97,7 @@ def test_constant_gradients_give_exactly_the_mean(world_size, dtype):
 
 def half_gradients_at_the_ends_of_the_range(rank: int) -> None:
     module = GivenGradients(torch.float16)
-    ddp, state = hooked(module)
+    ddp, state = hooked(module, dense_fallback=None)
     for value in (6e4, 1e-7):
         module.zero_grad()
         wanted = torch.tensor(value, dtype=torch.float16)

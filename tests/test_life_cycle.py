@@ -276,7 +276,7 @@ def misspelt(rank: int) -> None:
             AdaCompState(ddp, **{wrong: 50})
         assert str(caught.value) == (
             "AdaCompState: expected options bin_size, scale, threshold_factor, start_iter, "
-            f"grad_scaler, process_group, got {wrong!r}{hint}"
+            f"dense_fallback, grad_scaler, process_group, got {wrong!r}{hint}"
         )
     AdaCompState(ddp, bin_size=BINS)
 
@@ -303,7 +303,7 @@ def tensors_of_a_state(rank: int) -> None:
         for e in live:
             sent, received = e._payload.numel(), e._gathered.numel()
             assert received == dist.get_world_size() * sent
-            assert sent <= 2 * max(e.capacity(), 64 * 1024 + e.fixed)
+            assert sent <= 2 * max(e.capacity.payload_bytes(), 64 * 1024 + e.fixed)
             if step < 2:
                 assert received <= max(e.dense_bytes, 1024 * 1024)
     compressed = sum(p.numel() for p in module.parameters() if p.numel() >= 512)

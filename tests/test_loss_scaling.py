@@ -40,12 +40,14 @@ class Ledger:
     The optimizer is SGD with rate 1, so that a parameter is minus the sum of what was applied.
     """
 
-    def __init__(self, rank: int, scaler: GradScaler, seed: int = 0, half: bool = False) -> None:
+    def __init__(
+        self, rank: int, scaler: GradScaler, seed: int = 0, half: bool = False, **options: Any
+    ) -> None:
         self.rank, self.scaler, self.seed, self.half = rank, scaler, seed, half
         self.module = GivenGradients()
         self.ddp = wrap(self.module)
         bins = {"bias": None, "scalar": None, "*": 64}
-        self.state = AdaCompState(self.ddp, bin_size=bins, grad_scaler=scaler)
+        self.state = AdaCompState(self.ddp, bin_size=bins, grad_scaler=scaler, **options)
         hook = fp16_compress_wrapper(adacomp_hook) if half else adacomp_hook
         self.ddp.register_comm_hook(self.state, hook)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
@@ -96,9 +98,9 @@ class Ledger:
         assert_equal_on_all_ranks(list(self.module.parameters()), what)
 
 
-def scaled_training(rank: int, half: bool) -> int:
+def scaled_training(rank: int, half: bool, dense_fallback: float) -> int:
     scaler = scaler_of(2.0**6 if half else 2.0**40)
-    ledger = Ledger(rank, scaler, half=half)
+    ledger = Ledger(rank, scaler, half=half, dense_fallback=dense_fallback)
     scales = []
     for step in range(14):
         ledger.backward(step, spoilt=step in (0, 5, 6, 9))
@@ -108,14 +110,18 @@ def scaled_training(rank: int, half: bool) -> int:
         if step % 3 != 1:  # a look at the residuals is not needed for them to be right
             ledger.check(f"step {step}, scale {scales[-1]}")
     assert len(set(scales)) > 2
-    assert_compressed(ledger.state)
+    stats = ledger.state.stats()
+    assert (stats["fallbacks"] > 0.5 * stats["exchanges"]) == (dense_fallback < 2)
+    if dense_fallback == 2:
+        assert_compressed(ledger.state)
     return ledger.skipped
 
 
+@pytest.mark.parametrize("dense_fallback", [2.0, 0.01], ids=["compressed", "dense"])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "fp16_compress_wrapper"])
-def test_conservation_is_exact_across_scale_changes_and_skipped_steps(half):
+def test_conservation_is_exact_across_scale_changes_and_skipped_steps(half, dense_fallback):
     # Besides fault 22: what was sent in a skipped step is put back.
-    assert run_ranks(scaled_training, 2, half) == [4, 4]
+    assert run_ranks(scaled_training, 2, half, dense_fallback) == [4, 4]
 
 
 def two_modules_one_scaler(rank: int) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adacomp_torch import AdaCompState, adacomp_hook, agreement, default_bin_size, exchange, ops
+from adacomp_torch.layout import BucketParameter
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -233,20 +234,23 @@ def test_stats_count_what_goes_over_the_wire():
 
 def test_the_capacity_of_an_exchange_follows_the_headers_of_the_one_before_the_last():
     bucket = exchange.BucketExchange(
-        [exchange.BucketParameter("weight", 1_000_000, 50, 0)],
+        [BucketParameter("weight", 1_000_000, 50, 0)],
         torch.zeros(1_000_000),
-        exchange.Codec("layer", 2.0),
+        exchange.Codec("layer", 2.0, None),
         dist.group.WORLD,
     )
     first = bucket.fixed + 500_000
     needs = [1000 * n for n in range(1, 40)]
     for n, need in enumerate(needs):
+        bucket._read_reports()
         if n < 2:
-            assert bucket.capacity() == first
+            assert bucket.capacity.payload_bytes() == first
         else:
             largest = max(needs[max(0, n - 17) : n - 1])
-            assert bucket.capacity() == bucket.fixed + (largest + 15) // 16 * 16
+            expected = bucket.fixed + (largest + 15) // 16 * 16
+            assert bucket.capacity.payload_bytes() == expected
         # A rank whose callback is one exchange behind computes the same.
+        bucket._unread.append(bucket.exchanges)
         bucket.exchanges += 1
         header = torch.tensor([bucket.fixed + need, 0])
         bucket._reports.append(exchange._Report(header, "bucket 0"))
@@ -289,6 +293,10 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"scale": "bin"}, "scale: rank 0 has 'layer', rank 1 has 'bin'"),
     "factor": ({"threshold_factor": 3.0}, "threshold_factor: rank 0 has 2.0, rank 1 has 3.0"),
     "start_iter": ({"start_iter": 5}, "start_iter: rank 0 has 0, rank 1 has 5"),
+    "dense_fallback": (
+        {"dense_fallback": None},
+        "dense_fallback: rank 0 has 2.0, rank 1 has None",
+    ),
     "bin_size": ({"bin_size": {"third": 49}}, "bin_size of 'third': rank 0 has 500, rank 1 has 49"),
 }
 
