@@ -9,6 +9,7 @@
 // copy_raw() may run at any time.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -31,6 +32,12 @@ struct Staging {
     ranges.clear();
     kept.clear();
   }
+
+  // Gives back what a step took that selected far more than fits into a payload of `bytes`.
+  void trim(int64_t bytes) {
+    if (std::max(ranges.capacity(), kept.capacity()) > 2 * bytes + kLeastKept) *this = Staging();
+  }
+  static constexpr int64_t kLeastKept = 64 * 1024;
 };
 
 class Compressor {

@@ -47,6 +47,7 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
   });
   at::parallel_for(0, checked.raw_elements(), kRawPerTask,
                    [&](int64_t begin, int64_t end) { compressor.copy_raw(begin, end); });
+  for (Staging& used : staging) used.trim(payload.numel());
 }
 
 void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Tensor& layout,
