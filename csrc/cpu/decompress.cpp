@@ -133,9 +133,10 @@ void Decompressor::decode(int64_t first_chunk, int64_t last_chunk) {
     const Chunk chunk = layout_.chunk(i);
     const int64_t target = layout_.segment(chunk.segment).bucket_offset + chunk.first_element;
     bool non_finite = false;
-    for (int64_t rank = 0; rank < world_size_; ++rank) {
+    bool well_formed = true;  // if not, look on: another chunk may have the smaller status
+    for (int64_t rank = 0; rank < world_size_ && well_formed; ++rank) {
       non_finite |= float_bits(scales(rank)[chunk.segment]) == kNanBits;
-      if (!add_chunk(chunk, i, rank, reader, sums.data())) return;
+      well_formed = add_chunk(chunk, i, rank, reader, sums.data());
     }
     const auto divisor = static_cast<float>(world_size_);
     if (streams) {
