@@ -22,8 +22,9 @@ SEEDS = 2
 SHARED: dict[str, dict[str, Any]] = {
     "SGD, lr 0.02": {},
     "no momentum, lr 0.2": {"optimizer": "plain", "lr": 0.2},
-    "Adam, beta2 0.999": {"optimizer": "adam", "lr": 1e-3},
-    "Adam, beta2 0.98": {"optimizer": "adam", "lr": 1e-3, "beta2": 0.98},
+    "Adam, lr 0.001": {"optimizer": "adam", "lr": 1e-3},
+    "Adam, lr 0.003": {"optimizer": "adam", "lr": 3e-3},
+    "Adam, lr 0.001, beta2 0.98": {"optimizer": "adam", "lr": 1e-3, "beta2": 0.98},
     "lr 0.005": {"lr": 0.005},
     "lr 0.05": {"lr": 0.05},
     "weight decay 0.002": {"weight_decay": 0.002},
