@@ -54,10 +54,10 @@ def mean_and_spread(rows: Iterable[Row], column: str) -> tuple[float, float]:
 
 
 def percent(rows: Iterable[Row], column: str = "test_error") -> str:
-    """As "31.2 % +- 0.4 (3)": mean, standard deviation, number of runs."""
+    """As "31.2% ± 0.4 (3)": mean, standard deviation, number of runs; "31.2% (1)" of one run."""
     rows = list(rows)
     mean, spread = mean_and_spread(rows, column)
-    return f"{mean:.1%} ± {100 * spread:.1f} ({len(rows)})"
+    return f"{mean:.1%}" + (f" ± {100 * spread:.1f}" if len(rows) > 1 else "") + f" ({len(rows)})"
 
 
 def ratio(rows: Iterable[Row], column: str = "sent_bytes") -> float:
