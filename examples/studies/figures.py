@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from study import KEY, Row, key_of_row
+from study import Row, key_of_row
 
 METHODS = {"dense": "dense", "topk": "top-k", "powersgd": "PowerSGD", "half": "float16"}
 
@@ -26,14 +26,6 @@ def method_of(row: Row) -> str:
     if factor == 1:
         return f"{row['scale']} scale, local selection"
     return f"{row['scale']} scale" + ("" if factor == 2 else f", factor {factor:g}")
-
-
-def groups(rows: Iterable[Row], *, without: str = "seed") -> dict[tuple[str, ...], list[Row]]:
-    """Rows whose settings differ only in the column `without`."""
-    result: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        result.setdefault(tuple(row[k] for k in KEY if k != without), []).append(row)
-    return result
 
 
 def group_by(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
