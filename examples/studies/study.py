@@ -326,4 +326,6 @@ def main(study: Study, description: str | None) -> None:
     if rows:
         figure = arguments.out / f"{study.name}.png"
         study.draw(rows, figure)
-        print(f"wrote {csv_path} and {figure}\n{study.finding(rows)}")
+        sentence = study.finding(rows)
+        csv_path.with_suffix(".txt").write_text(sentence + "\n", encoding="utf-8")
+        print(f"wrote {csv_path}, .txt and {figure}\n{sentence}")

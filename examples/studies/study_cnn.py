@@ -111,11 +111,9 @@ def finding(rows: list[Row]) -> str:
         for row in last
         if row["learners"] != "4"
     ]
-    return (
-        "Test error, mean ± deviation (runs). "
-        + ". ".join([*parts, *filter(None, ["; ".join(many)])])
-        + "."
-    )
+    if many:
+        parts.append("; ".join(many))
+    return "Test error, mean ± deviation (runs). " + ". ".join(parts) + "."
 
 
 STUDY = Study("cnn", settings, draw, finding)

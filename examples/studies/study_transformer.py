@@ -61,7 +61,8 @@ def finding(rows: list[Row]) -> str:
     results = []
     for name, runs in group_by(last_rows(rows), name_of).items():
         loss, spread = mean_and_spread(runs, "test_loss")
-        text = f"{name} {loss:.3f} ± {spread:.3f} ({len(runs)})"
+        text = f"{name} {loss:.3f}" + (f" ± {spread:.3f}" if len(runs) > 1 else "")
+        text += f" ({len(runs)})"
         results.append(text if name == "dense" else f"{text} {ratios(runs)}")
     return "Test loss in nats, mean ± deviation (runs): " + "; ".join(results) + "."
 
