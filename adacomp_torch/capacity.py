@@ -7,13 +7,16 @@ tell another what it will send.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
+from collections.abc import Sequence
 
 ALIGNMENT = 16  # bytes; a payload is a multiple of it
 
 _FIRST_ENTRY_BYTES = 64 * 1024
 _FIRST_RECEIVE_BYTES = 1024 * 1024
-_WINDOW = 16  # exchanges that size the capacity, so that a rarely active parameter still counts
+_WINDOW = 32  # exchanges that size the capacity, so that a rarely active parameter still counts
+_DEVIATIONS = (19, 8)  # 19/8 standard deviations above the mean, in integers
 _DENSE_EXCHANGES = 64  # before compressing is tried again
 _TRIALS = 2  # headers in a row that have to say that compressing does not pay
 
@@ -40,6 +43,18 @@ def largest_that_pays(dense_bytes: int, world_size: int, dense_fallback: float) 
     against 2 (W - 1) / W times the gradients.
     """
     return _align_down(max(0, int(dense_fallback * dense_bytes / world_size) - 1))
+
+
+def mean_and_deviations(needed: Sequence[int]) -> int:
+    """Entry bytes for the coming exchange: mean + 19/8 standard deviations of the needs.
+
+    Integers throughout, so that other machines and versions of Python get the same. Measured
+    against other rules in docs/capacity.md.
+    """
+    count, total = len(needed), sum(needed)
+    spread = math.isqrt(count * sum(n * n for n in needed) - total * total)  # count x deviation
+    times, of = _DEVIATIONS
+    return (of * total + times * spread) // (of * count)
 
 
 class Capacity:
@@ -84,9 +99,7 @@ class Capacity:
 
     def payload_bytes(self) -> int:
         """Payload bytes of a compressed exchange now."""
-        # No margin on top: the largest of 16 W needs is one, what exceeds it is only late, and an
-        # element waits for about bin_size / 6 steps anyway.
-        entry_bytes = max(self._needed, default=self._first_entry_bytes)
+        entry_bytes = mean_and_deviations(self._needed) if self._needed else self._first_entry_bytes
         size = min(self._fixed + _align_up(entry_bytes), self._most)
         return size if self._pays_up_to is None else min(size, self._pays_up_to)
 
