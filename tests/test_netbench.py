@@ -235,8 +235,12 @@ def test_the_figure_needs_only_some_of_the_rows(tmp_path):
     with pytest.raises(ValueError, match="4 ranks"):
         plot.draw(rows, "mlp", 4, "1gbit", tmp_path / "none.png")
     gains = plot.gains(results.medians(rows), "mlp", "layer")
-    assert gains["time"] == [(1000.0, pytest.approx(40))]
-    assert gains["bytes"] == gains["model"] == [(1000.0, pytest.approx(200))]
+    assert gains["time"] == [("1gbit", pytest.approx(40))]
+    assert gains["bytes"] == gains["model"] == [("1gbit", pytest.approx(200))]
+    # At 1 Gbit/s a megabyte takes 8 ms.
+    sent = row("layer", wire_bytes=1e6, compress_ms=2.0, decompress_ms=1.0)
+    assert plot.modelled_ms(sent, row("noop", step_ms=50.0)) == pytest.approx(61)
+    assert plot.modelled_ms(replace(sent, network="unlimited"), row("noop")) is None
 
 
 # ---- workers that fail or hang -------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from adacomp_torch.capacity import Capacity
 STUDIES = Path(__file__).parent.parent / "examples" / "studies"
 sys.path.append(str(STUDIES))
 
+from exchanges import PowerSGD, TopK  # noqa: E402
 from learners import AdaComp, Dense, Learners  # noqa: E402
+from study import Setting, Study, key_of, main, make_exchange, read_rows  # noqa: E402
+from tasks import CharLSTM, CharTransformer, cnn, mlp  # noqa: E402
 
 STEPS = 12
 
@@ -156,3 +161,87 @@ def test_models_that_ddp_would_treat_otherwise_are_refused():
     model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="parameter '0.weight': expected it contiguous"):
         Learners(model, 2, Dense(2, 148))
+
+
+# ---- the studies themselves ----------------------------------------------------------------------
+
+
+def tiny_settings(seed: int) -> list[Setting]:
+    base = Setting("lstm", learners=2, batch=1, steps=3, lr=0.1, seed=seed)
+    return [replace(base, method="dense"), base, replace(base, scale="bin", warm_up=1)]
+
+
+def run_study(monkeypatch, capsys, folder: Path, *arguments: str) -> tuple[list[Any], str]:
+    drawn: list[Any] = []
+    tiny = Study(
+        "tiny", tiny_settings, lambda rows, path: drawn.extend(rows), lambda rows: "", evaluations=1
+    )
+    monkeypatch.setattr(sys, "argv", ["study", "--out", str(folder), *arguments])
+    main(tiny, "")
+    return drawn, capsys.readouterr().out
+
+
+def test_a_study_resumes_from_its_csv(tmp_path, monkeypatch, capsys):
+    _, said = run_study(monkeypatch, capsys, tmp_path, "--limit", "1")
+    assert "3 settings, 1 to train now" in said
+    first = read_rows(tmp_path / "tiny.csv")
+    assert [row["method"] for row in first] == ["dense"]
+    drawn, said = run_study(monkeypatch, capsys, tmp_path)
+    assert "3 settings, 2 to train now" in said
+    rows = read_rows(tmp_path / "tiny.csv")
+    assert rows[:1] == first
+    assert rows == drawn
+    assert len(rows) == 3
+    assert {row["step"] for row in rows} == {"3"}
+    _, layer, warm = rows
+    for row in (layer, warm):
+        assert 0 < float(row["needed_bytes"]) < float(row["dense_bytes"])
+        assert float(row["entries_per_bin"]) > 0
+        assert float(row["residual_max"]) > 0
+    # One of its three steps was dense.
+    assert float(warm["sent_bytes"]) > float(warm["dense_bytes"]) / 3
+    _, said = run_study(monkeypatch, capsys, tmp_path)
+    assert "3 settings, 0 to train now" in said
+    _, said = run_study(monkeypatch, capsys, tmp_path, "--seed", "2", "--limit", "0")
+    assert "3 settings, 0 to train now" in said
+    assert read_rows(tmp_path / "tiny.csv") == rows
+
+
+@pytest.mark.parametrize(
+    "name", ["cnn", "mlp", "lstm", "transformer", "tradeoff", "traffic", "ablations"]
+)
+def test_every_study_has_distinct_settings_that_can_be_made(name):
+    study = import_module(f"study_{name}").STUDY
+    settings = study.settings(1)
+    assert len({key_of(s) for s in settings}) == len(settings)
+    for setting in settings:
+        task = setting.task
+        model = cnn(3, 16) if task.startswith("cifar") else cnn(1, 14)
+        if task == "mlp14":
+            model = mlp(14)
+        elif task in ("lstm", "transformer"):
+            model = (CharLSTM if task == "lstm" else CharTransformer)(65)
+        exchange, adacomp = make_exchange(replace(setting, learners=1), model)
+        numel = sum(p.numel() for p in model.parameters())
+        assert (adacomp is not None) == (setting.method == "adacomp")
+        mean = torch.zeros(numel)
+        exchange(torch.randn(1, numel), mean)
+        assert mean.abs().max() > 0
+        assert setting.method == "dense" or setting.warm_up or exchange.sent_bytes < 4 * numel
+
+
+def test_power_sgd_and_top_k_lose_nothing():
+    model = mlp(14)
+    numel = sum(p.numel() for p in model.parameters())
+    for exchange in (PowerSGD(model, 2, 2), TopK(2, numel, 8000)):
+        given, applied, mean = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
+        for _ in range(3):
+            grads = torch.randn(2, numel)
+            given += grads.mean(0)
+            exchange(grads, mean)
+            applied += mean
+        assert 0 < exchange.sent_bytes < 4 * numel
+        torch.testing.assert_close(
+            applied + exchange.residuals.mean(0), given, rtol=1e-4, atol=1e-4
+        )
+        assert exchange.residuals.abs().max() > 0

@@ -189,7 +189,7 @@ def _adacomp(scale: Any) -> Callable[[DistributedDataParallel], Seconds]:
 
 
 # PowerSGD waits inside a callback, and Gloo has two threads for callbacks: it hangs on two buckets.
-# AdaComp's payloads are sized by the last 16 exchanges, and residuals take some steps to fill up.
+# AdaComp's payloads shrink while the residuals fill up, for about a hundred steps.
 HOOKS = {
     "noop": Hook("nothing sent", _simple(noop_hook)),
     "allreduce": Hook("plain DDP", _plain),
@@ -198,6 +198,6 @@ HOOKS = {
     "powersgd1": Hook("PowerSGD, rank 1", _power_sgd(1), warm_up=8, one_bucket=True),
     "powersgd4": Hook("PowerSGD, rank 4", _power_sgd(4), warm_up=8, one_bucket=True),
     "topk": Hook("top-k, 1 %", _top_k, warm_up=8),
-    "layer": Hook("AdaComp, layer scale", _adacomp("layer"), warm_up=30),
-    "bin": Hook("AdaComp, bin scale", _adacomp("bin"), warm_up=30),
+    "layer": Hook("AdaComp, layer scale", _adacomp("layer"), warm_up=100),
+    "bin": Hook("AdaComp, bin scale", _adacomp("bin"), warm_up=100),
 }

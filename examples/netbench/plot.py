@@ -30,6 +30,7 @@ STYLES = {
     "bin": ("#D55E00", "P"),
 }
 ADACOMP = ("layer", "bin")
+MODELLED = ("allreduce", *ADACOMP)
 Figures = dict[results.Place, dict[str, Row]]
 
 
@@ -39,24 +40,38 @@ def model_gain(dense_bytes: float, payload_bytes: float, ranks: int) -> float:
     return 2 * dense_bytes / payload_bytes / ranks
 
 
-def bandwidth(network: str, rows: dict[str, Row]) -> float:
-    """Mbit/s: the rate; for an unlimited network what a connection carried."""
-    rate = parse_link(network).bits_per_second
-    return rate / 1e6 if rate is not None else max(row.goodput_mbit for row in rows.values())
+def rate_of(network: str) -> float:
+    """Mbit/s, inf for "unlimited"."""
+    bits = parse_link(network).bits_per_second
+    return float("inf") if bits is None else bits / 1e6
 
 
-def line(axes: Any, hook: str, points: list[tuple[float, float]]) -> None:
+def modelled_ms(row: Row, floor: Row) -> float | None:
+    """Step time if nothing overlapped: noop's step, the codec, and the sent bytes at the rate."""
+    rate = rate_of(row.network)
+    if rate == float("inf"):
+        return None
+    return floor.step_ms + row.compress_ms + row.decompress_ms + 8 * row.wire_bytes / rate / 1e3
+
+
+def line(axes: Any, hook: str, points: list[tuple[Any, float]], **style: Any) -> None:
     if points:
         colour, marker = STYLES[hook]
-        x, y = zip(*sorted(points), strict=True)
-        axes.plot(x, y, color=colour, marker=marker, label=HOOKS[hook].description)
+        style = {"marker": marker, "label": HOOKS[hook].description, **style}
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=colour, **style)
 
 
-def draw_steps(axes: Any, places: Sequence[tuple[float, dict[str, Row]]]) -> None:
+def draw_steps(axes: Any, places: Sequence[tuple[str, dict[str, Row]]]) -> None:
+    """`places`: (name on the axis, rows by hook), from left to right."""
+    axes.plot([name for name, _ in places], [float("nan")] * len(places))  # fixes the order
     for hook in HOOKS:
-        points = [(x, rows[hook].step_ms) for x, rows in places if hook in rows]
-        line(axes, hook, points)
-    axes.set_xscale("log")
+        rows = [(name, hooks[hook], hooks.get("noop")) for name, hooks in places if hook in hooks]
+        line(axes, hook, [(name, row.step_ms) for name, row, _ in rows])
+        if hook in MODELLED:
+            model = [(name, modelled_ms(row, floor)) for name, row, floor in rows if floor]
+            points = [(name, ms) for name, ms in model if ms is not None]
+            line(axes, hook, points, marker="", linestyle=":", label=f"{hook}: noop + codec + wire")
     axes.set_yscale("log")
     axes.set_ylabel("step time (ms, log scale)")
     axes.grid(color="0.9")
@@ -74,47 +89,43 @@ def draw_bytes(axes: Any, rows: dict[str, Row]) -> None:
     axes.invert_yaxis()
 
 
-def gains(figures: Figures, model: str, hook: str) -> dict[str, list[tuple[float, float]]]:
-    """Against the rate in Mbit/s: how many times AdaComp's exchange is smaller ("bytes", measured
-    on the interface), quicker ("time", of what the step takes above noop), and 2C/W ("model")."""
-    found: dict[str, list[tuple[float, float]]] = {"bytes": [], "time": [], "model": []}
+def gains(figures: Figures, model: str, hook: str) -> dict[str, list[tuple[str, float]]]:
+    """By network: how many times AdaComp's exchange is smaller ("bytes", measured on the
+    interface), quicker ("time", of what the step takes above noop), and 2C/W ("model")."""
+    found: dict[str, list[tuple[str, float]]] = {"time": [], "bytes": [], "model": []}
     dense_bytes = 4 * sum(p.numel() for p in WORKLOADS[model].make().parameters())
     for (name, network, ranks), rows in figures.items():
         if name != model or not {"noop", "allreduce", hook} <= rows.keys():
             continue
         floor, dense, ours = rows["noop"], rows["allreduce"], rows[hook]
-        x = bandwidth(network, rows)
-        # On the wire an all-gather sends W - 1 payloads.
-        payload = ours.wire_bytes / (ranks - 1)
-        found["bytes"].append((x, dense.wire_bytes / ours.wire_bytes))
-        found["model"].append((x, model_gain(dense_bytes, payload, ranks)))
+        payload = ours.wire_bytes / (ranks - 1)  # on the wire an all-gather sends W - 1 payloads
+        found["bytes"].append((network, dense.wire_bytes / ours.wire_bytes))
+        found["model"].append((network, model_gain(dense_bytes, payload, ranks)))
         if ours.step_ms > floor.step_ms and dense.step_ms > floor.step_ms:
             gain = (dense.step_ms - floor.step_ms) / (ours.step_ms - floor.step_ms)
-            found["time"].append((x, gain))
+            found["time"].append((network, gain))
     return found
 
 
+GAIN_STYLES = {
+    "time": {"label": "time above noop"},
+    "bytes": {"label": "bytes measured", "marker": "", "linestyle": "--"},
+    "model": {"label": "2C/W", "marker": "x", "linestyle": ""},
+}
+
+
 def draw_gains(axes: Any, figures: Figures, model: str) -> None:
-    labels = {"time": "time above noop", "bytes": "bytes measured", "model": "2C/W"}
-    markers, lines = {"time": "s", "bytes": "o", "model": ""}, {"model": "--"}
+    axes.plot([network for _, network, _ in figures], [float("nan")] * len(figures))
     for hook in ADACOMP:
         for what, points in gains(figures, model, hook).items():
-            if points:
-                x, y = zip(*sorted(points), strict=True)
-                axes.plot(
-                    x,
-                    y,
-                    color=STYLES[hook][0],
-                    marker=markers[what],
-                    linestyle=lines.get(what, "-"),
-                    label=f"{hook} scale, {labels[what]}",
-                )
-    axes.set_xscale("log")
+            style = GAIN_STYLES[what]
+            line(axes, hook, points, **{**style, "label": f"{hook} scale, {style['label']}"})
+    axes.axhline(1, color="0.5", linewidth=1)
     axes.set_yscale("log")
-    axes.set_xlabel("link (Mbit/s)")
+    axes.set_xlabel("link")
     axes.set_ylabel("all-reduce / AdaComp, exchange only")
     axes.grid(color="0.9")
-    if axes.lines:
+    if len(axes.lines) > 2:
         axes.legend(fontsize="small")
 
 
@@ -123,18 +134,16 @@ def draw(rows: list[Row], model: str, ranks: int, network: str, path: Path) -> N
     from matplotlib.figure import Figure  # slow to import
 
     all_figures = results.medians(row for row in rows if row.model == model)
-    here = {place: hooks for place, hooks in all_figures.items() if place[2] == ranks}
+    by_place = sorted(all_figures.items(), key=lambda item: (rate_of(item[0][1]), item[0][2]))
+    here = {place: hooks for place, hooks in by_place if place[2] == ranks}
     if not here:
         raise ValueError(f"expected rows of {model} at {ranks} ranks, got none")
-    figure = Figure(figsize=(13, 9), layout="constrained")
+    figure = Figure(figsize=(15, 9), layout="constrained")
     (by_rate, by_ranks), (sent, gain) = figure.subplots(2, 2)
-    draw_steps(by_rate, [(bandwidth(net, hooks), hooks) for (_, net, _), hooks in here.items()])
-    by_rate.set_xlabel(f"link (Mbit/s; rightmost may be unlimited), {ranks} ranks")
-    by_rate.legend(fontsize="small")
-    scaling = [(w, hooks) for (_, net, w), hooks in all_figures.items() if net == network]
-    draw_steps(by_ranks, scaling)
-    by_ranks.set_xscale("linear")
-    by_ranks.set_xticks(sorted({w for w, _ in scaling}))
+    draw_steps(by_rate, [(net, hooks) for (_, net, _), hooks in here.items()])
+    by_rate.set_xlabel(f"link, {ranks} ranks")
+    draw_steps(by_ranks, [(str(w), hooks) for (_, net, w), hooks in by_place if net == network])
+    figure.legend(handles=by_rate.get_legend_handles_labels()[0], loc="outside right upper")
     by_ranks.set_xlabel(f"ranks, {network} (all ranks share this machine's cores)")
     draw_bytes(sent, here.get((model, network, ranks)) or next(iter(here.values())))
     draw_gains(gain, here, model)

@@ -123,12 +123,11 @@ class WarmUp:
     def __init__(self, exchange: Exchange, learners: int, numel: int, steps: int) -> None:
         self.dense = Dense(learners, numel)
         self.exchange = exchange
-        self.left = steps
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.dense.sent_bytes if self.left > 0 else self.exchange.sent_bytes
+        self.steps = steps
+        self.sent_bytes = 0
 
     def __call__(self, grads: Tensor, mean: Tensor) -> None:
-        (self.dense if self.left > 0 else self.exchange)(grads, mean)
-        self.left -= 1
+        used = self.dense if self.steps > 0 else self.exchange
+        used(grads, mean)
+        self.sent_bytes = used.sent_bytes
+        self.steps -= 1

@@ -68,3 +68,47 @@ def ratio(rows: Iterable[Row], column: str = "sent_bytes") -> float:
 def tidy(axes: Any) -> None:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+# ---- panels --------------------------------------------------------------------------------------
+
+
+def draw_errors(axes: Any, grouped: dict[str, list[Row]], column: str = "test_error") -> None:
+    """A point per group with its deviation, a dot per run, the compression ratio below the name.
+
+    Errors in percent, losses in nats.
+    """
+    factor, label = (100, "test error, %") if column == "test_error" else (1, "test loss, nats")
+    names = []
+    for x, (name, runs) in enumerate(grouped.items()):
+        mean, spread = mean_and_spread(runs, column)
+        axes.errorbar(x, factor * mean, factor * spread, fmt="o", capsize=4, markersize=5)
+        if len(runs) > 1:
+            values = [factor * number(row, column) for row in runs]
+            axes.plot([x + 0.2] * len(runs), values, "k.", markersize=3)
+        names.append(name if name == "dense" else f"{name} {ratio(runs):.0f}x")
+    axes.set_xticks(range(len(names)), names, fontsize=7, rotation=35, ha="right")
+    axes.set_ylabel(label)
+    tidy(axes)
+
+
+def draw_curves(
+    axes: Any, rows: Iterable[Row], name_of: Callable[[Row], str], column: str = "test_loss"
+) -> None:
+    """A line per name over the steps: the mean over its runs."""
+    for name, runs in group_by(rows, name_of).items():
+        points = sorted((int(s), group) for s, group in group_by(runs, _step_of).items())
+        axes.plot(
+            [step for step, _ in points],
+            [mean_and_spread(group, column)[0] for _, group in points],
+            "k-" if name == "dense" else "-",
+            label=name,
+        )
+    axes.set_xlabel("steps")
+    axes.set_ylabel(column.replace("_", " "))
+    axes.legend(fontsize=7)
+    tidy(axes)
+
+
+def _step_of(row: Row) -> str:
+    return row["step"]

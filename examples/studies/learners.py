@@ -5,10 +5,11 @@ optimizer sees, and leaves that in `p.grad`. `AdaComp` is the exchange of `adaco
 `ops.compress` per learner and the same `ops.decompress`, so 128 learners need no 128 processes.
 tests/test_studies.py holds it to real DDP ranks bit for bit.
 
-Two things differ from the hook, neither in the arithmetic. All parameters are one bucket: a scale
+Three things differ from the hook, none in the arithmetic. All parameters are one bucket: a scale
 belongs to a parameter and a decoded element to its place, so how DDP cuts its buckets does not
-show in the result. And payloads have worst-case capacity: no chunk is ever dropped, where the hook
-may send a chunk a step later. `sent_bytes` says what the hook's rule for capacities would send.
+show in the result. Payloads have worst-case capacity: no chunk is ever dropped, where the hook may
+send a chunk a step later. `sent_bytes` says what the hook's rule for capacities would send. And it
+always compresses, as with `dense_fallback=None`, however many the learners are.
 """
 
 from __future__ import annotations

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from figures import group_by, last_rows, mean_and_spread, method_of, percent, ratio, tidy
+from figures import (
+    draw_errors,
+    group_by,
+    last_rows,
+    mean_and_spread,
+    method_of,
+    percent,
+    ratio,
+    tidy,
+)
 from matplotlib.axes import Axes
 from study import Row, Setting, Study, main
 
@@ -49,26 +58,18 @@ def title_of(row: Row) -> str:
     return f"{data}, {'Adam' if row['optimizer'] == 'adam' else 'SGD, momentum'}"
 
 
+def learners_of(row: Row) -> str:
+    return row["learners"]
+
+
 def draw(rows: list[Row], path: Path) -> None:
-    four = [row for row in last_rows(rows) if row["learners"] == "4"]
-    panels = group_by(four, title_of)
-    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(3.4 * (len(panels) + 1), 3.6))
+    last = last_rows(rows)
+    panels = group_by([row for row in last if row["learners"] == "4"], title_of)
+    figure, axes = plt.subplots(1, len(panels) + 1, figsize=(3.4 * (len(panels) + 1), 3.8))
     for panel, (title, inside) in zip(axes, panels.items(), strict=False):
-        for x, (_, runs) in enumerate(group_by(inside, method_of).items()):
-            mean, spread = mean_and_spread(runs, "test_error")
-            panel.errorbar(x, 100 * mean, 100 * spread, fmt="o", capsize=4)
-            panel.plot([x + 0.15] * len(runs), [100 * float(r["test_error"]) for r in runs], "k.",
-                       markersize=3)  # fmt: skip
-        names = [
-            name if name == "dense" else f"{name}\n{ratio(runs):.0f}x"
-            for name, runs in group_by(inside, method_of).items()
-        ]
-        panel.set_xticks(range(len(names)), names, fontsize=7, rotation=20)
+        draw_errors(panel, group_by(inside, method_of))
         panel.set_title(title, fontsize=9)
-        panel.set_ylabel("test error, %")
-    _draw_learners(axes[-1], last_rows(rows))
-    for panel in axes:
-        tidy(panel)
+    _draw_learners(axes[-1], last)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -80,38 +81,37 @@ def _draw_learners(axes: Axes, rows: list[Row]) -> None:
         if row["task"] == "cifar16" and row["optimizer"] == "sgd" and float(row["factor"]) == 2
     ]
     for name, runs in group_by(cifar, method_of).items():
-        if name == "dense":
-            mean, _ = mean_and_spread([r for r in runs if r["learners"] == "4"], "test_error")
-            axes.axhline(100 * mean, color="k", linewidth=0.8, label="dense, batch 64")
-            continue
         points = sorted((int(n), group) for n, group in group_by(runs, learners_of).items())
         axes.plot(
             [n for n, _ in points],
             [100 * mean_and_spread(group, "test_error")[0] for _, group in points],
-            "o-",
+            "k*--" if name == "dense" else "o-",
             label=name,
         )
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("learners (128: batch 128, fewer steps)")
+    axes.set_xlabel("learners (128: batch 128, half the steps)")
     axes.set_title("CIFAR-10, 16x16, SGD, by learners", fontsize=9)
     axes.legend(fontsize=7)
-
-
-def learners_of(row: Row) -> str:
-    return row["learners"]
+    tidy(axes)
 
 
 def finding(rows: list[Row]) -> str:
     parts = []
-    four = [row for row in last_rows(rows) if row["learners"] == "4"]
-    for title, inside in group_by(four, title_of).items():
-        runs = group_by(inside, method_of)
+    last = last_rows(rows)
+    for title, inside in group_by(
+        [row for row in last if row["learners"] == "4"], title_of
+    ).items():
         errors = "; ".join(
-            f"{name} {percent(group)}" + ("" if name == "dense" else f" at {ratio(group):.0f}x")
-            for name, group in runs.items()
+            f"{name} {percent(runs)}" + ("" if name == "dense" else f" at {ratio(runs):.0f}x")
+            for name, runs in group_by(inside, method_of).items()
         )
         parts.append(f"{title}: {errors}")
-    return "Test error, mean ± deviation (runs). " + ". ".join(parts) + "."
+    many = "; ".join(
+        f"{row['learners']} learners {method_of(row)} {float(row['test_error']):.1%}"
+        for row in last
+        if row["learners"] != "4"
+    )
+    return "Test error, mean ± deviation (runs). " + ". ".join([*parts, many]) + "."
 
 
 STUDY = Study("cnn", settings, draw, finding)
