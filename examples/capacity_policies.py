@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 import math
 import os
@@ -98,25 +99,35 @@ def print_measured(path: Path) -> None:
 # ---- policies ------------------------------------------------------------------------------------
 
 
-class Policy:
-    """Entry bytes of the next exchange from the last headers: the most of all ranks each."""
+Size = Callable[[list[int]], float]  # the needs of a window -> entry bytes
 
-    def __init__(self, window: int, size: Callable[[list[int]], float]) -> None:
+
+class Policy:
+    """Entry bytes of the next exchange from the last headers: the most of all ranks each.
+
+    `later_half`: of less than twice the window, only the later half counts, but four at least.
+    """
+
+    def __init__(self, window: int, size: Size, later_half: bool) -> None:
         self._size = size
+        self._later_half = later_half
         self._needed: deque[int] = deque(maxlen=window)
+        self._headers = 0
 
     def add(self, needed: int) -> None:
         self._needed.append(needed)
+        self._headers += 1
 
     def entry_bytes(self) -> int:
-        return int(self._size(list(self._needed)))
+        count = max(4, self._headers // 2) if self._later_half else self._headers
+        return int(self._size(list(self._needed)[-count:]))
 
 
-def with_margin(margin: float) -> Callable[[list[int]], float]:
+def with_margin(margin: float) -> Size:
     return lambda needed: margin * max(needed)
 
 
-def quantile(share: float, margin: float) -> Callable[[list[int]], float]:
+def quantile(share: float, margin: float) -> Size:
     """`margin` times the value that `share` of the window's needs do not exceed."""
 
     def size(needed: list[int]) -> float:
@@ -126,7 +137,7 @@ def quantile(share: float, margin: float) -> Callable[[list[int]], float]:
     return size
 
 
-def mean_and_deviations(times: float) -> Callable[[list[int]], float]:
+def mean_and_deviations(times: float) -> Size:
     def size(needed: list[int]) -> float:
         mean = sum(needed) / len(needed)
         return mean + times * math.sqrt(sum((n - mean) ** 2 for n in needed) / len(needed))
@@ -134,15 +145,19 @@ def mean_and_deviations(times: float) -> Callable[[list[int]], float]:
     return size
 
 
-SIZES: list[tuple[str, Callable[[list[int]], float], tuple[int, ...]]] = [
-    *((f"largest x {m:g}", with_margin(m), (8, 16, 32)) for m in (1.0, 1.06, 1.125, 1.25)),
+RULES: list[tuple[str, Size, bool, tuple[int, ...]]] = [  # name, size, later half, windows
+    *((f"largest x {m:g}", with_margin(m), False, (8, 16, 32)) for m in (1.0, 1.06, 1.125, 1.25)),
     *(
-        (f"{share:.0%} quantile x {m:g}", quantile(share, m), (16, 32))
+        (f"{share:.0%} quantile x {m:g}", quantile(share, m), False, (16, 32))
         for share, m in ((0.5, 1.25), (0.75, 1.25), (0.9, 1.06), (0.9, 1.125))
     ),
     *(
-        (f"mean + {times:g} deviations", mean_and_deviations(times), (16, 24, 32))
-        for times in (1.5, 2.0, 2.375, 2.5, 3.0)
+        (f"mean + {times:g} deviations", mean_and_deviations(times), False, (16, 32))
+        for times in (2.0, 2.5, 3.0)
+    ),
+    *(
+        (f"mean + {times:g} deviations, later half", mean_and_deviations(times), True, (16, 24, 32))
+        for times in (2.0, 2.25, 2.5, 3.0)
     ),
 ]
 
@@ -163,18 +178,13 @@ class Layout:
 class Result:
     payload: int = 0
     padding: int = 0
-    needed: int = 0
-    late: int = 0
     chunks: int = 0
-    dropped: float = 0.0
+    dropped: int = 0
+    sent_in_all: int = 0  # with the first exchanges
 
-    def shares(self) -> tuple[float, float, float]:
-        """Padding of the payload, late bytes of the entries, dropped of all chunks."""
-        return (
-            self.padding / self.payload,
-            self.late / max(1, self.needed),
-            self.dropped / max(1, self.chunks),
-        )
+    def cell(self) -> str:
+        padding, dropped = self.padding / self.payload, self.dropped / max(1, self.chunks)
+        return f"{100 * padding:.1f} % / {100 * dropped:.2f} % / {self.sent_in_all / 1e6:.1f} MB"
 
 
 def read(path: Path) -> list[Layout]:
@@ -198,18 +208,17 @@ def sizes(layout: Layout, policy: Policy) -> Iterator[tuple[int, dict[int, int],
             yield n, needed, (policy.entry_bytes() + 15) // 16 * 16
 
 
-def simulate(layouts: list[Layout], window: int, size: Callable[[list[int]], float]) -> Result:
+def simulate(layouts: list[Layout], make: Callable[[], Policy]) -> Result:
     result = Result()
     for layout in layouts:
-        for n, by_rank, room in sizes(layout, Policy(window, size)):
+        for n, by_rank, room in sizes(layout, make()):
+            result.sent_in_all += len(by_rank) * (layout.fixed + room)
             if n < SKIP:
                 continue
             for needed in by_rank.values():
                 late = max(0, needed - room)
                 result.payload += layout.fixed + room
                 result.padding += max(0, room - needed)
-                result.needed += needed
-                result.late += late
                 result.chunks += layout.chunks
                 if late:  # chunks are about equally large, and only whole ones go
                     result.dropped += -(-late * layout.chunks // needed)
@@ -230,14 +239,15 @@ def main() -> None:
         parser.error(f"{arguments.command}: expected a CSV file to write, a script, its arguments")
     runs = {path.stem: read(path) for path in arguments.files}
     columns = "".join(f" {name} |" for name in runs)
-    print(f"After the first {SKIP} steps: padding / late bytes / dropped chunks\n")
-    print(f"| size | of the last |{columns}\n|---|---|{'---|' * len(runs)}")
-    for name, size, windows in SIZES:
+    print(
+        f"After the first {SKIP} steps: padding / dropped chunks; then what all ranks send with "
+        "the first steps.\n"
+    )
+    print(f"| entry bytes | of the last |{columns}\n|---|---|{'---|' * len(runs)}")
+    for name, size, later_half, windows in RULES:
         for window in windows:
-            cells = ""
-            for layouts in runs.values():
-                padding, late, dropped = simulate(layouts, window, size).shares()
-                cells += f" {padding:.1%} / {late:.2%} / {dropped:.3%} |"
+            make = functools.partial(Policy, window, size, later_half)
+            cells = "".join(f" {simulate(layouts, make).cell()} |" for layouts in runs.values())
             print(f"| {name} | {window} |{cells}")
 
 

@@ -52,13 +52,14 @@ def test_needs_that_vary_have_bounded_padding_and_are_seldom_late(deviation):
     assert late < 0.02 * deviation
 
 
-def test_the_size_is_the_mean_and_19_eighths_of_the_deviation_of_the_last_32():
+def test_the_size_is_the_mean_and_five_halves_of_the_deviation_of_the_last_32_or_the_later_half():
     r = random.Random(1)
     needs = [r.randrange(10**6) for _ in range(100)]
     for n, room in enumerate(rooms(needs)):
-        last = needs[max(0, n - 33) : max(0, n - 1)]
+        headers = max(0, n - 1)
+        last = needs[max(0, headers - min(32, max(4, headers // 2))) : headers]
         if last:
-            exact = statistics.fmean(last) + 19 / 8 * statistics.pstdev(last)
+            exact = statistics.fmean(last) + 5 / 2 * statistics.pstdev(last)
             assert exact - 2 <= room <= exact + 16
             assert room % 16 == 0
 
@@ -76,6 +77,10 @@ def test_a_rare_need_finds_room_that_half_of_it_fits_into(every):
     needs = [10_000 if n % every == 0 else 0 for n in range(200)]
     room = rooms(needs)[100:]
     assert min(room) >= 10_000 / (1 if every <= 4 else 2)
+
+
+def test_large_needs_at_first_are_soon_forgotten():
+    assert rooms([50_000] * 3 + [1000] * 20)[12:] == [1008] * 11
 
 
 def test_needs_that_double_are_never_given_more_than_there_can_be():

@@ -254,7 +254,9 @@ def test_the_capacity_of_an_exchange_follows_the_headers_of_the_one_before_the_l
         if n < 2:
             assert bucket.capacity.payload_bytes() == first
         else:
-            entries = capacity.mean_and_deviations(needs[max(0, n - 33) : n - 1])
+            entries = capacity.mean_and_deviations(
+                needs[n - 1 - min(n - 1, 32, max(4, (n - 1) // 2)) : n - 1]
+            )
             expected = bucket.fixed + (entries + 15) // 16 * 16
             assert bucket.capacity.payload_bytes() == expected
         # A rank whose callback is one exchange behind computes the same.
