@@ -13,7 +13,7 @@ SOURCES := $(shell find csrc adacomp_torch -name '*.h' -o -name '*.cpp' -o -name
 CXX_SOURCES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES)) $(wildcard tests/*/*.h tests/*/*.cpp)
 
 # The fuzz target and the torch-free code under it; replay.cpp has a main of its own.
-FUZZ_SOURCES := tests/fuzz/decompress_fuzzer.cpp $(addprefix csrc/cpu/,compress.cpp decompress.cpp gradient.cpp)
+FUZZ_SOURCES := tests/fuzz/decompress_fuzzer.cpp $(filter-out csrc/cpu/ops.cpp,$(wildcard csrc/cpu/*.cpp))
 FUZZ_FLAGS := -std=c++17 -O2 -g -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all
 
 .PHONY: demo test soak fuzz fuzz-corpus lint format benchmark netbench clean

@@ -28,7 +28,12 @@ SOURCES = [
     "csrc/cpu/compress.cpp",
     "csrc/cpu/decompress.cpp",
     "csrc/cpu/gradient.cpp",
+    "csrc/cpu/kernels.cpp",
+    "csrc/cpu/kernels_avx2.cpp",
+    "csrc/cpu/kernels_avx512.cpp",
+    "csrc/cpu/kernels_portable.cpp",
     "csrc/cpu/ops.cpp",
+    "csrc/cpu/range.cpp",
 ]
 CUDA_SOURCES = ["csrc/cuda/kernels.cu", "csrc/cuda/ops.cpp"]
 

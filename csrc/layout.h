@@ -41,6 +41,17 @@ class Layout {
     return make_chunk(segments_[i], i, index - first_chunk_[i]);
   }
 
+  // Elements of the largest of chunks begin to end.
+  int64_t largest_chunk(int64_t begin, int64_t end) const {
+    int64_t most = 0;
+    while (begin < end) {
+      const Chunk first = chunk(begin);  // no other of its segment is larger
+      most = std::max(most, first.elements);
+      begin = first_chunk_[first.segment + 1];
+    }
+    return most;
+  }
+
   // Calls f(bucket_offset, raw_offset, length) for each run of raw values begin to end.
   template <typename F>
   void for_each_raw_run(int64_t begin, int64_t end, F&& f) const {

@@ -16,6 +16,7 @@
 
 #include <string>
 
+#include "cpu/kernels.h"
 #include "inspect.h"
 #include "op_checks.h"
 
@@ -107,6 +108,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_non_overlapping_and_dense",
         [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); });
   m.def("inspect_payload", &inspect_payload, py::arg("payload"), py::arg("layout") = py::none());
+  m.def("kernels", [] { return adacomp::cpu::kernels().name; });
+  m.def("available_kernels", &adacomp::cpu::available_kernels);
+  m.def(
+      "set_kernels",
+      [](const std::string& name) {
+        TORCH_CHECK_VALUE(adacomp::cpu::set_kernels(name), "kernels: expected one of ",
+                          adacomp::cpu::available_kernels(), ", got ", name);
+      },
+      py::arg("name"));
   m.def("describe_status", &describe_status, py::arg("status"));
   m.def(
       "layout_hash",

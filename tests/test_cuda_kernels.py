@@ -13,10 +13,10 @@ SOURCES = [
     "tests/cuda_emulator/kernels_bucket.cpp",
     "tests/cuda_emulator/kernels_malformed_test.cpp",
     "tests/cuda_emulator/kernels_test.cpp",
-    "csrc/cpu/compress.cpp",
-    "csrc/cpu/decompress.cpp",
-    "csrc/cpu/gradient.cpp",
 ]
+CPU_KERNELS = sorted(
+    set((TESTS.parent / "csrc/cpu").glob("*.cpp")) - {TESTS.parent / "csrc/cpu/ops.cpp"}
+)
 BUILDS = {
     "plain": ["-std=c++17"],
     "sanitized": ["-std=c++20", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
@@ -73,6 +73,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     command += ["-ffp-contract=off", "-DADACOMP_CUDA_EMULATOR"]
     command += [f"-I{emulator}", f"-I{TESTS.parent / 'csrc/cuda'}"]
     command += [str(TESTS.parent / source) for source in SOURCES]
+    command += [str(source) for source in CPU_KERNELS]
     built = run([*command, "-lboost_context", "-o", output])
     assert built.returncode == 0, built.stderr
     return output

@@ -134,10 +134,36 @@ def test_learners_have_the_bits_of_ddp_ranks(world_size, steps, worst_case, opti
     )
 
 
-def test_bytes_are_those_of_the_payloads():
+def bytes_of_ranks(rank: int, steps: int) -> tuple[int, int]:
+    model = make_model()
+    # Never rebuilds its one bucket.
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    state = AdaCompState(ddp, dense_fallback=None)
+    ddp.register_comm_hook(state, adacomp_hook)
+    optimizer = make_optimizer(model)
+    for step in range(steps):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+    stats = state.stats()
+    return stats["bytes_sent"], stats["dropped_chunks"]
+
+
+def test_bytes_are_those_of_the_hook():
+    # Two exchanges whose capacity is a guess, and one that the first exchange sizes.
+    total, steps = 0, 3
+    (sent, dropped), _ = run_ranks(bytes_of_ranks, 2, steps)
     model = make_model()
     exchange = AdaComp(model, 2)
-    train_learners(2, exchange, model)
+    learners = Learners(model, 2, exchange)
+    optimizer = make_optimizer(model)
+    for step in range(steps):
+        learners.backward(partial(loss_on, model, [batch(rank, step) for rank in range(2)]))
+        optimizer.step()
+        total += exchange.sent_bytes
+    assert dropped == 0
+    assert total == sent
     assert exchange.fixed < exchange.needed_bytes <= exchange.sent_bytes < exchange.capacity
     assert exchange.counters[:, :, 0].sum() > 0
     assert exchange.counters[:, :, 1].sum() == 0

@@ -1,36 +1,17 @@
 #include "compress.h"
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
 #include "gradient.h"
-#include "multiarch.h"
+#include "kernels.h"
 
 namespace adacomp::cpu {
 namespace {
 
-constexpr int64_t kSelectedBlock = 64;
+constexpr int64_t kConvertedElements = 512;
 
-// What one pass over a bin finds.
-struct BinSummary {
-  uint32_t g_max_bits;     // max over abs_bits(G): not finite if any G is not
-  uint32_t gradient_bits;  // 0 iff all dW are zero
-};
-
-ADACOMP_MULTIARCH BinSummary summarize(const float* __restrict residual,
-                                       const float* __restrict grad, int64_t n) {
-  uint32_t g_max = 0;
-  uint32_t gradient = 0;
-  for (int64_t j = 0; j < n; ++j) {
-    const uint32_t g = abs_bits(sum_gradient(residual[j], grad[j]));
-    g_max = g > g_max ? g : g_max;
-    gradient |= abs_bits(grad[j]);
-  }
-  return {g_max, gradient};
-}
-
-ADACOMP_MULTIARCH void accumulate(float* __restrict residual, const float* __restrict grad,
-                                  int64_t n) {
+void accumulate(float* __restrict residual, const float* __restrict grad, int64_t n) {
   for (int64_t j = 0; j < n; ++j) residual[j] = sum_gradient(residual[j], grad[j]);
 }
 
@@ -41,47 +22,25 @@ void accumulate_finite(float* __restrict residual, const float* __restrict grad,
   }
 }
 
-// residual = G, selected[j] = 1 where the element is sent.
-ADACOMP_MULTIARCH void accumulate_and_select(float* __restrict residual,
-                                             const float* __restrict grad, int64_t n, float g_max,
-                                             float weight, uint8_t* __restrict selected) {
-  for (int64_t j = 0; j < n; ++j) {
-    const float g = sum_gradient(residual[j], grad[j]);
-    residual[j] = g;
-    selected[j] = selects(g, probe(g, grad[j], weight), g_max);
-  }
+uint8_t* select(const Kernels& k, float* residual, const float* grad, int64_t n, float g_max,
+                float weight, uint8_t* out) {
+  return k.select8(residual, grad, n, g_max, weight, out);
 }
 
-// One bit per selected[0, 64) != 0, of which each is 0 or 1.
-uint64_t bit_mask(const uint8_t* selected) {
-  uint64_t mask = 0;
-  for (int byte = 0; byte < 8; ++byte) {
-    uint64_t eight;
-    std::memcpy(&eight, selected + 8 * byte, 8);
-    mask |= (eight * 0x0102040810204080u >> 56) << (8 * byte);
-  }
-  return mask;
-}
-
-// Packs the selected elements of a bin in index order; selected is 0 from n to a multiple of 64.
-template <typename Entry>
-Entry* pack(const uint8_t* selected, const float* g, int64_t n, Entry* out) {
-  for (int64_t j = 0; j < n; j += kSelectedBlock) {
-    for (uint64_t mask = bit_mask(selected + j); mask != 0; mask &= mask - 1) {
-      const int64_t index = j + __builtin_ctzll(mask);
-      *out++ = static_cast<Entry>(make_entry(index, std::signbit(g[index])));
-    }
-  }
-  return out;
+uint16_t* select(const Kernels& k, float* residual, const float* grad, int64_t n, float g_max,
+                 float weight, uint16_t* out) {
+  return k.select16(residual, grad, n, g_max, weight, out);
 }
 
 }  // namespace
 
 Compressor::Compressor(const Layout& layout, const Codec& codec, const void* grad, float* residual,
                        uint8_t* payload, int64_t capacity, int64_t step, int64_t* counters,
-                       int64_t tasks)
+                       std::vector<Staging>& staging)
     : layout_(layout),
       codec_(codec),
+      scale_of_code_(codec.grad_type),
+      kernels_(kernels()),
       grad_(grad),
       residual_(residual),
       payload_(payload),
@@ -90,99 +49,134 @@ Compressor::Compressor(const Layout& layout, const Codec& codec, const void* gra
       counters_(counters),
       offsets_(layout.offsets()),
       results_(layout.chunks()),
-      staged_(tasks) {}
+      staging_(staging) {}
 
 int64_t Compressor::first_chunk_of(int64_t task) const {
-  return layout_.chunks() * task / static_cast<int64_t>(staged_.size());
+  return layout_.chunks() * task / static_cast<int64_t>(staging_.size());
+}
+
+float* Compressor::residual_of(const Chunk& chunk) const {
+  return residual_ + layout_.segment(chunk.segment).residual_offset + chunk.first_element;
 }
 
 void Compressor::select(int64_t task) {
+  Staging& staging = staging_[task];
+  staging.clear();
   for (int64_t i = first_chunk_of(task); i < first_chunk_of(task + 1); ++i) {
-    select_chunk(i, staged_[task]);
+    const Chunk chunk = layout_.chunk(i);
+    with_entry_type(layout_.segment(chunk.segment).bin_size,
+                    [&](auto entry) { pack<decltype(entry)>(chunk, results_[i], staging); });
   }
 }
 
-void Compressor::select_chunk(int64_t index, std::vector<uint8_t>& staged) {
-  const Chunk chunk = layout_.chunk(index);
-  const Segment& segment = layout_.segment(chunk.segment);
-  thread_local std::vector<float> converted;
-  thread_local std::vector<uint8_t> range;
-  converted.resize(chunk.elements);
-  range.resize(worst_range_bytes(chunk.elements, chunk.bins, segment.bin_size, codec_.bin_scales));
-  const float* grad =
-      load_gradient(grad_, codec_.grad_type, segment.bucket_offset + chunk.first_element,
-                    chunk.elements, converted.data());
-  float* residual = residual_ + segment.residual_offset + chunk.first_element;
-  ChunkResult& result = results_[index];
-  result.staged = static_cast<int64_t>(staged.size());
-  result.bytes = entry_bytes(segment.bin_size) == 1
-                     ? pack_bins<uint8_t>(chunk, residual, grad, result, range.data())
-                     : pack_bins<uint16_t>(chunk, residual, grad, result, range.data());
-  staged.insert(staged.end(), range.data(), range.data() + result.bytes);
-}
-
-// Returns the bytes of the range.
 template <typename Entry>
-int64_t Compressor::pack_bins(const Chunk& chunk, float* residual, const float* grad,
-                              ChunkResult& result, uint8_t* range) const {
-  const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
-  const float weight = codec_.threshold_factor - 1.0f;
+void Compressor::pack(const Chunk& chunk, ChunkResult& result, Staging& staging) const {
+  const Segment& segment = layout_.segment(chunk.segment);
+  const int64_t bin_size = segment.bin_size;
   const int64_t codes = codes_bytes(chunk.bins, codec_.bin_scales);
+  uint8_t* const range = staging.ranges.reserve(
+      worst_range_bytes(chunk.elements, chunk.bins, bin_size, codec_.bin_scales) + kEntrySlack);
   auto* const entries = reinterpret_cast<Entry*>(range + codes);
-  Entry* out = entries;
-  LaneSum sum;
-  alignas(kSelectedBlock) uint8_t selected[align_up(kMaxBinSize, kSelectedBlock)];
+  float* const residual = residual_of(chunk);
+  // Several short bins at a time: few calls, and what was converted is still in the first cache.
+  const int64_t block = std::max<int64_t>(1, kConvertedElements / bin_size) * bin_size;
+  float* const converted = staging.converted.reserve(block);
+  Bins<Entry> packed{entries, range, 0, {}};
   std::memset(range, 0, codes);
-  for (int64_t b = 0, j = 0; b < chunk.bins; ++b, j += bin_size) {
-    const int64_t n = std::min(bin_size, chunk.elements - j);
-    const BinSummary bin = summarize(residual + j, grad + j, n);
-    result.any_gradient |= bin.gradient_bits != 0;
-    if (!finite_bits(bin.g_max_bits)) {
-      accumulate_finite(residual + j, grad + j, n);
-      result.non_finite = true;
-      continue;
-    }
-    const float g_max = bits_float(bin.g_max_bits);
-    sum.add(g_max);
-    const uint32_t code = codec_.bin_scales ? bin_code(g_max) : 0;
-    const bool silent = bin.g_max_bits == 0 ||
-                        (codec_.bin_scales &&
-                         (bin.gradient_bits == 0 || bin_scale(code, codec_.grad_type) == 0.0f));
-    Entry* const first = out;
-    if (silent) {
-      accumulate(residual + j, grad + j, n);
-    } else {
-      std::memset(selected + (n - 1) / kSelectedBlock * kSelectedBlock, 0, kSelectedBlock);
-      accumulate_and_select(residual + j, grad + j, n, g_max, weight, selected);
-      out = pack(selected, residual + j, n, out);
-    }
-    if (out != first) {
-      out[-1] |= kLastInBin;
-      if (codec_.bin_scales) range[b] = static_cast<uint8_t>(code);
-    } else if (!codec_.bin_scales) {
-      *out++ = static_cast<Entry>(nothing_entry(sizeof(Entry)));
-      --result.entries;
+  for (int64_t first = 0; first < chunk.elements; first += block) {
+    const int64_t end = std::min(first + block, chunk.elements);
+    const float* grad =
+        load_gradient(grad_, codec_.grad_type, segment.bucket_offset + chunk.first_element + first,
+                      end - first, converted);
+    for (int64_t j = first; j < end; j += bin_size, grad += bin_size) {
+      pack_bin(residual + j, grad, std::min(bin_size, end - j), result, packed);
     }
   }
-  result.entries += out - entries;
-  result.sum_of_g_max = sum.total();
-  if (sizeof(Entry) == 1 && (out - entries) % 2 != 0) *out++ = 0;
-  return codes + (out - entries) * static_cast<int64_t>(sizeof(Entry));
+  result.sum_of_g_max = packed.sum_of_g_max.total();
+  result.staged = staging.ranges.size();
+  result.stored = static_cast<int32_t>(packed.out - entries);
+  result.selected = static_cast<int32_t>(result.stored - packed.silent);
+  if (codec_.bin_scales) correct<Entry>(chunk, range, entries, result, staging);
+  if (sizeof(Entry) == 1 && result.stored % 2 != 0) *packed.out++ = 0;
+  result.bytes = static_cast<int32_t>(reinterpret_cast<uint8_t*>(packed.out) - range);
+  staging.ranges.grow(result.bytes);
+}
+
+template <typename Entry>
+void Compressor::pack_bin(float* residual, const float* grad, int64_t n, ChunkResult& result,
+                          Bins<Entry>& packed) const {
+  const BinSummary bin = kernels_.summarize(residual, grad, n);
+  uint8_t* const code_byte = packed.code++;
+  result.any_gradient |= bin.gradient_bits != 0;
+  if (!finite_bits(bin.g_max_bits)) {
+    accumulate_finite(residual, grad, n);
+    result.non_finite = true;
+    return;
+  }
+  const float g_max = bits_float(bin.g_max_bits);
+  packed.sum_of_g_max.add(g_max);
+  const uint32_t code = codec_.bin_scales ? bin_code(g_max) : 0;
+  const bool sends_nothing =
+      bin.g_max_bits == 0 ||
+      (codec_.bin_scales && (bin.gradient_bits == 0 || scale_of_code_[code] == 0.0f));
+  Entry* const first = packed.out;
+  if (sends_nothing) {
+    accumulate(residual, grad, n);
+  } else {
+    const float weight = codec_.threshold_factor - 1.0f;
+    packed.out = cpu::select(kernels_, residual, grad, n, g_max, weight, first);
+  }
+  if (packed.out != first) {
+    packed.out[-1] |= kLastInBin;
+    if (codec_.bin_scales) *code_byte = static_cast<uint8_t>(code);
+  } else if (!codec_.bin_scales) {
+    *packed.out++ = static_cast<Entry>(nothing_entry(sizeof(Entry)));
+    ++packed.silent;
+  }
+}
+
+// With bin scales, while the chunk is in cache: residual = G - sign(G) s, and G is kept.
+template <typename Entry>
+void Compressor::correct(const Chunk& chunk, const uint8_t* codes, const Entry* entries,
+                         ChunkResult& result, Staging& staging) const {
+  const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
+  SendingBin* const bins = staging.bins.reserve(chunk.bins + 1);
+  list_sending_bins(codes, chunk.bins, bin_size, scale_of_code_, bins);
+  float* const residual = residual_of(chunk);
+  float* kept = staging.kept.reserve(result.stored);
+  for_each_sent(entries, entries + result.stored, bins, [&](int64_t j, bool negative, float scale) {
+    *kept++ = residual[j];
+    residual[j] = corrected(residual[j], scale, negative);
+  });
+  result.kept = staging.kept.size();
+  staging.kept.grow(result.stored);
+}
+
+template <typename Entry>
+void Compressor::put_back(const Chunk& chunk, const uint8_t* codes, const Entry* entries,
+                          const ChunkResult& result, Staging& staging) const {
+  const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
+  SendingBin* const bins = staging.bins.reserve(chunk.bins + 1);
+  list_sending_bins(codes, chunk.bins, bin_size, scale_of_code_, bins);
+  float* const residual = residual_of(chunk);
+  const float* kept = staging.kept.at(result.kept);
+  for_each_sent(entries, entries + result.stored, bins,
+                [&](int64_t j, bool, float) { residual[j] = *kept++; });
 }
 
 float Compressor::scale_of(int64_t segment) const {
   LaneSum sum;
   bool any_gradient = false;
-  bool any_entry = false;
+  bool any_selected = false;
   for (int64_t i = layout_.first_chunk(segment); i < layout_.first_chunk(segment + 1); ++i) {
     const ChunkResult& chunk = results_[i];
     if (chunk.non_finite) return bits_float(kNanBits);
     sum.add(chunk.sum_of_g_max);
     any_gradient |= chunk.any_gradient;
-    any_entry |= chunk.entries > 0;
+    any_selected |= chunk.selected > 0;
   }
   if (!any_gradient) return 0.0f;  // raw and empty segments too
-  if (codec_.bin_scales) return any_entry ? 1.0f : 0.0f;
+  if (codec_.bin_scales) return any_selected ? 1.0f : 0.0f;
   return segment_scale(sum.total(), num_bins(layout_.segment(segment)), codec_.grad_type);
 }
 
@@ -191,10 +185,8 @@ void Compressor::write_scales() {
   std::memset(scales, 0, offsets_.table - offsets_.scales);
   for (int64_t i = 0; i < layout_.segments(); ++i) {
     scales[i] = scale_of(i);
-    if (scales[i] > 0.0f) continue;
     for (int64_t c = layout_.first_chunk(i); c < layout_.first_chunk(i + 1); ++c) {
-      results_[c].bytes = 0;
-      results_[c].entries = 0;
+      results_[c].sent = scales[i] > 0.0f;
     }
   }
 }
@@ -203,7 +195,7 @@ void Compressor::write_scales() {
 int64_t Compressor::admit() {
   const int64_t chunks = layout_.chunks();
   int64_t needed = 0;
-  for (const ChunkResult& chunk : results_) needed += chunk.bytes;
+  for (const ChunkResult& chunk : results_) needed += chunk.sent ? chunk.bytes : 0;
   int64_t budget = capacity_ - offsets_.entries;
   if (needed <= budget) return needed;
   const int64_t first = first_admitted_chunk(step_, chunks);
@@ -211,13 +203,13 @@ int64_t Compressor::admit() {
   for (int64_t k = 0; k < chunks; ++k) {
     const int64_t index = first + k < chunks ? first + k : first + k - chunks;
     ChunkResult& chunk = results_[index];
+    if (!chunk.sent) continue;
     full |= chunk.bytes > budget;
     if (!full) {
       budget -= chunk.bytes;
-    } else if (chunk.bytes > 0) {
+    } else {
       if (counters_ != nullptr) ++counters_[2 * layout_.chunk(index).segment + 1];
-      chunk.bytes = 0;
-      chunk.entries = 0;
+      chunk.sent = false;
     }
   }
   return needed;
@@ -232,8 +224,9 @@ void Compressor::assemble() {
   for (int64_t segment = 0; segment < layout_.segments(); ++segment) {
     for (int64_t i = layout_.first_chunk(segment); i < layout_.first_chunk(segment + 1); ++i) {
       table[i] = static_cast<uint32_t>(end);
+      if (!results_[i].sent) continue;
       end += results_[i].bytes;
-      if (counters_ != nullptr) counters_[2 * segment] += results_[i].entries;
+      if (counters_ != nullptr) counters_[2 * segment] += results_[i].selected;
     }
   }
   table[layout_.chunks()] = static_cast<uint32_t>(end);
@@ -247,54 +240,51 @@ void Compressor::assemble() {
 }
 
 void Compressor::commit(int64_t task) {
-  const auto* const table = reinterpret_cast<const uint32_t*>(payload_ + offsets_.table);
-  const auto* const scales = reinterpret_cast<const float*>(payload_ + offsets_.scales);
-  for (int64_t i = first_chunk_of(task); i < first_chunk_of(task + 1); ++i) {
-    if (results_[i].bytes == 0) continue;
-    uint8_t* const range = payload_ + offsets_.entries + table[i];
-    std::memcpy(range, staged_[task].data() + results_[i].staged, results_[i].bytes);
+  Staging& staging = staging_[task];
+  const int64_t end = first_chunk_of(task + 1);
+  for (int64_t i = first_chunk_of(task); i < end; ++i) {
+    if (i + 1 < end && !codec_.bin_scales) prefetch_residual(i + 1, staging);
     const Chunk chunk = layout_.chunk(i);
-    const Segment& segment = layout_.segment(chunk.segment);
-    float* residual = residual_ + segment.residual_offset + chunk.first_element;
-    if (entry_bytes(segment.bin_size) == 1) {
-      correct<uint8_t>(chunk, range, results_[i].entries, scales[chunk.segment], residual);
-    } else {
-      correct<uint16_t>(chunk, range, results_[i].entries, scales[chunk.segment], residual);
-    }
+    with_entry_type(layout_.segment(chunk.segment).bin_size, [&](auto entry) {
+      commit_chunk<decltype(entry)>(chunk, results_[i], staging, i);
+    });
   }
 }
 
-template <typename Entry>
-void Compressor::correct(const Chunk& chunk, const uint8_t* range, int64_t entries, float scale,
-                         float* residual) const {
+// With few entries the lines of the residual that they touch are far apart: no processor guesses.
+void Compressor::prefetch_residual(int64_t index, Staging& staging) const {
+  const Chunk chunk = layout_.chunk(index);
   const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
-  const auto* entry =
+  if (bin_size <= kMaxBinSize8Bit) return;
+  const auto* const entries =
+      reinterpret_cast<const uint16_t*>(staging.ranges.at(results_[index].staged));
+  const float* const residual = residual_of(chunk);
+  for_each_sent(entries, entries + results_[index].stored, bin_size,
+                [&](int64_t j, uint32_t) { __builtin_prefetch(residual + j, 1); });
+}
+
+template <typename Entry>
+void Compressor::commit_chunk(const Chunk& chunk, const ChunkResult& result, Staging& staging,
+                              int64_t index) {
+  const uint8_t* const range = staging.ranges.at(result.staged);
+  const auto* const entries =
       reinterpret_cast<const Entry*>(range + codes_bytes(chunk.bins, codec_.bin_scales));
-  // A loop over entries, not over bins: how many a bin has is hard to predict.
-  const uint8_t* code = range;
-  while (entries > 0) {
-    if (codec_.bin_scales) {
-      for (; *code == 0; ++code) residual += bin_size;
-      scale = bin_scale(*code, codec_.grad_type);
-    } else if (*entry == nothing_entry(sizeof(Entry))) {
-      residual += bin_size;
-      ++entry;
-      continue;
-    }
-    float& r = residual[entry_index(*entry)];
-    r = corrected(r, scale, entry_negative(*entry));
-    residual += entry_last(*entry) ? bin_size : 0;
-    code += entry_last(*entry);
-    ++entry;
-    --entries;
+  if (!result.sent) {
+    if (codec_.bin_scales) put_back(chunk, range, entries, result, staging);
+    return;
   }
+  const auto* const table = reinterpret_cast<const uint32_t*>(payload_ + offsets_.table);
+  std::memcpy(payload_ + offsets_.entries + table[index], range, result.bytes);
+  if (codec_.bin_scales) return;
+  const auto* const scales = reinterpret_cast<const float*>(payload_ + offsets_.scales);
+  add(entries, entries + result.stored, layout_.segment(chunk.segment).bin_size,
+      -scales[chunk.segment], residual_of(chunk));
 }
 
 void Compressor::copy_raw(int64_t begin, int64_t end) {
   auto* const raw = reinterpret_cast<float*>(payload_ + offsets_.raw);
   layout_.for_each_raw_run(begin, end, [&](int64_t offset, int64_t target, int64_t length) {
-    const float* values = load_gradient(grad_, codec_.grad_type, offset, length, raw + target);
-    if (values != raw + target) std::memcpy(raw + target, values, 4 * length);
+    copy_exact(grad_, codec_.grad_type, offset, length, raw + target);
   });
 }
 

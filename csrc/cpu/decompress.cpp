@@ -11,6 +11,7 @@
 namespace adacomp::cpu {
 namespace {
 
+constexpr int64_t kStreamedElements = 2 << 20;  // 8 MiB: more than a core's share of most caches
 constexpr int64_t kNoFault = std::numeric_limits<int64_t>::max();
 
 bool all_zero(const uint8_t* bytes, int64_t begin, int64_t end) {
@@ -122,102 +123,56 @@ bool Decompressor::check_padding(int64_t rank) {
 }
 
 void Decompressor::decode(int64_t first_chunk, int64_t last_chunk) {
-  std::vector<float> sums;
+  RangeReader reader(codec_);
+  const int64_t largest = layout_.largest_chunk(first_chunk, last_chunk);
+  std::vector<float> sums(largest, 0.0f);
+  const bool streams =
+      codec_.grad_type == GradType::kFloat32 && layout_.elements() >= kStreamedElements;
+  std::vector<float> buffer(streams ? largest : 0);
   for (int64_t i = first_chunk; i < last_chunk; ++i) {
-    sums.assign(layout_.chunk(i).elements, 0.0f);
-    decode_chunk(i, sums.data());
+    const Chunk chunk = layout_.chunk(i);
+    const int64_t target = layout_.segment(chunk.segment).bucket_offset + chunk.first_element;
+    bool non_finite = false;
+    bool well_formed = true;  // if not, look on: another chunk may have the smaller status
+    for (int64_t rank = 0; rank < world_size_ && well_formed; ++rank) {
+      non_finite |= float_bits(scales(rank)[chunk.segment]) == kNanBits;
+      well_formed = add_chunk(chunk, i, rank, reader, sums.data());
+    }
+    const auto divisor = static_cast<float>(world_size_);
+    if (streams) {
+      stream_quotient(static_cast<float*>(grad_) + target, chunk.elements, sums.data(), divisor,
+                      buffer.data());
+    } else {
+      store_quotient(grad_, codec_.grad_type, target, chunk.elements, sums.data(), divisor);
+    }
+    if (non_finite) cpu::fill_nan(grad_, codec_.grad_type, target, chunk.elements);
   }
-}
-
-void Decompressor::decode_chunk(int64_t index, float* sums) {
-  const Chunk chunk = layout_.chunk(index);
-  const Segment& segment = layout_.segment(chunk.segment);
-  const int64_t target = segment.bucket_offset + chunk.first_element;
-  bool non_finite = false;
-  for (int64_t rank = 0; rank < world_size_; ++rank) {
-    non_finite |= float_bits(scales(rank)[chunk.segment]) == kNanBits;
-    if (!add_chunk(index, rank, sums)) return;
-  }
-  if (non_finite) {
-    cpu::fill_nan(grad_, codec_.grad_type, target, chunk.elements);
-  } else {
-    store_quotient(grad_, codec_.grad_type, target, chunk.elements, sums,
-                   static_cast<float>(world_size_));
-  }
+  flush_stores();
 }
 
 // Adds what a rank sent of a chunk to `sums`, or reports the fault and returns false.
-bool Decompressor::add_chunk(int64_t index, int64_t rank, float* sums) {
+bool Decompressor::add_chunk(const Chunk& chunk, int64_t index, int64_t rank, RangeReader& reader,
+                             float* sums) {
   const uint32_t* const offset = table(rank) + index;
-  const int64_t bytes = offset[1] - offset[0];
-  if (bytes == 0) return true;
-  const Chunk chunk = layout_.chunk(index);
-  const float scale = scales(rank)[chunk.segment];
-  const uint8_t* const range = payload(rank) + offsets_.entries + offset[0];
-  const Field field = entry_bytes(layout_.segment(chunk.segment).bin_size) == 1
-                          ? add_range<uint8_t>(chunk, range, bytes, scale, sums)
-                          : add_range<uint16_t>(chunk, range, bytes, scale, sums);
+  if (offset[0] == offset[1]) return true;
+  const Field field = reader.add(
+      {chunk, layout_.segment(chunk.segment).bin_size, payload(rank) + offsets_.entries + offset[0],
+       offset[1] - offset[0], scales(rank)[chunk.segment]},
+      sums);
   if (field != Field::kNone) report(rank, field, index);
   return field == Field::kNone;
 }
 
 void Decompressor::restore(int64_t first_chunk, int64_t last_chunk, float* residual) {
-  std::vector<float> sums;
+  RangeReader reader(codec_);
   for (int64_t i = first_chunk; i < last_chunk; ++i) {
     const Chunk chunk = layout_.chunk(i);
-    sums.assign(chunk.elements, 0.0f);
-    if (!add_chunk(i, 0, sums.data())) return;
-    if (residual == nullptr) continue;
     float* const target =
-        residual + layout_.segment(chunk.segment).residual_offset + chunk.first_element;
-    for (int64_t j = 0; j < chunk.elements; ++j) {
-      if (sums[j] != 0.0f) target[j] += sums[j];  // -0.0 stays
-    }
+        residual == nullptr
+            ? nullptr
+            : residual + layout_.segment(chunk.segment).residual_offset + chunk.first_element;
+    if (!add_chunk(chunk, i, 0, reader, target)) return;
   }
-}
-
-// Adds the entries of a chunk's range to `sums`; reads only range[0, bytes) and writes only the
-// chunk's elements, whatever the bytes are.
-template <typename Entry>
-Field Decompressor::add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale,
-                              float* sums) const {
-  const int64_t bin_size = layout_.segment(chunk.segment).bin_size;
-  const int64_t codes = codes_bytes(chunk.bins, codec_.bin_scales);
-  if (bytes < codes) return Field::kBinCount;
-  if (!all_zero(range, codec_.bin_scales ? chunk.bins : 0, codes)) return Field::kPadding;
-  const auto* entry = reinterpret_cast<const Entry*>(range + codes);
-  const auto* const end = entry + (bytes - codes) / static_cast<int64_t>(sizeof(Entry));
-  // A loop over entries, not over bins: how many a bin has is hard to predict.
-  int64_t b = 0;
-  int64_t j = 0;          // first element of bin b
-  int64_t previous = -1;  // index of the entry before in bin b
-  while (true) {
-    if (codec_.bin_scales && previous < 0) {
-      for (; b < chunk.bins && range[b] == 0; ++b) j += bin_size;
-      if (b < chunk.bins) scale = bin_scale(range[b], codec_.grad_type);
-      if (scale == 0.0f) return Field::kBinCode;
-    }
-    if (b == chunk.bins || entry == end) break;
-    const int64_t k = entry_index(*entry);
-    const bool last = entry_last(*entry);
-    if (!codec_.bin_scales && previous < 0 && *entry == nothing_entry(sizeof(Entry))) {
-      // this bin sends nothing
-    } else if (k <= previous || k >= std::min(bin_size, chunk.elements - j)) {
-      return Field::kEntryIndex;
-    } else {
-      sums[j + k] += signed_scale(scale, entry_negative(*entry));
-    }
-    previous = last ? -1 : k;
-    b += last;
-    j += last ? bin_size : 0;
-    ++entry;
-  }
-  if (b < chunk.bins) return Field::kBinCount;
-  // 8-bit entries may leave one byte of padding.
-  if (sizeof(Entry) == 1 && (entry - reinterpret_cast<const Entry*>(range)) % 2 != 0) {
-    if (*entry++ != 0) return Field::kPadding;
-  }
-  return entry == end ? Field::kNone : Field::kBinCount;
 }
 
 void Decompressor::decode_raw(int64_t begin, int64_t end) {

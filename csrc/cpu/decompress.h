@@ -12,6 +12,7 @@
 
 #include "../adacomp.h"
 #include "../layout.h"
+#include "range.h"
 
 namespace adacomp::cpu {
 
@@ -42,11 +43,7 @@ class Decompressor {
   bool check_table(int64_t rank);
   bool check_scales(int64_t rank);
   bool check_padding(int64_t rank);
-  void decode_chunk(int64_t index, float* sums);
-  bool add_chunk(int64_t index, int64_t rank, float* sums);
-  template <typename Entry>
-  Field add_range(const Chunk& chunk, const uint8_t* range, int64_t bytes, float scale,
-                  float* sums) const;
+  bool add_chunk(const Chunk& chunk, int64_t index, int64_t rank, RangeReader& reader, float* sums);
 
   const Layout& layout_;
   const Codec codec_;

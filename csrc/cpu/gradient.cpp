@@ -1,74 +1,94 @@
 #include "gradient.h"
 
 #include <algorithm>
-#include <type_traits>
+#include <cstring>
 
-#include "multiarch.h"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "kernels.h"
 
 namespace adacomp::cpu {
 namespace {
 
-ADACOMP_MULTIARCH void load(const Half* __restrict source, int64_t count,
-                            float* __restrict target) {
+template <typename T>
+void copy_as_float(const void* grad, int64_t offset, int64_t count, float* target) {
+  const T* const source = static_cast<const T*>(grad) + offset;
   for (int64_t j = 0; j < count; ++j) target[j] = to_float(source[j]);
 }
 
-ADACOMP_MULTIARCH void load(const BFloat16* __restrict source, int64_t count,
-                            float* __restrict target) {
-  for (int64_t j = 0; j < count; ++j) target[j] = to_float(source[j]);
-}
-
-ADACOMP_MULTIARCH void store(const float* __restrict values, float divisor, int64_t count,
-                             float* __restrict target) {
-  for (int64_t j = 0; j < count; ++j) target[j] = from_float<float>(values[j] / divisor);
-}
-
-ADACOMP_MULTIARCH void store(const float* __restrict values, float divisor, int64_t count,
-                             Half* __restrict target) {
-  for (int64_t j = 0; j < count; ++j) target[j] = from_float<Half>(values[j] / divisor);
-}
-
-ADACOMP_MULTIARCH void store(const float* __restrict values, float divisor, int64_t count,
-                             BFloat16* __restrict target) {
-  for (int64_t j = 0; j < count; ++j) target[j] = from_float<BFloat16>(values[j] / divisor);
-}
-
-// Calls f with `grad` as a pointer to its storage type.
-template <typename F>
-void with_storage(void* grad, GradType type, F&& f) {
-  switch (type) {
-    case GradType::kFloat32:
-      return f(static_cast<float*>(grad));
-    case GradType::kFloat16:
-      return f(static_cast<Half*>(grad));
-    case GradType::kBFloat16:
-      return f(static_cast<BFloat16*>(grad));
-  }
+template <typename T>
+void fill_nan_as(void* grad, int64_t offset, int64_t count) {
+  std::fill_n(static_cast<T*>(grad) + offset, count, from_float<T>(bits_float(kNanBits)));
 }
 
 }  // namespace
 
 const float* load_gradient(const void* grad, GradType type, int64_t offset, int64_t count,
                            float* buffer) {
-  if (type == GradType::kFloat32) return static_cast<const float*>(grad) + offset;
-  if (type == GradType::kFloat16) {
-    load(static_cast<const Half*>(grad) + offset, count, buffer);
-  } else {
-    load(static_cast<const BFloat16*>(grad) + offset, count, buffer);
+  switch (type) {
+    case GradType::kFloat32:
+      return static_cast<const float*>(grad) + offset;
+    case GradType::kFloat16:
+      kernels().load_half(static_cast<const Half*>(grad) + offset, count, buffer);
+      break;
+    case GradType::kBFloat16:
+      kernels().load_bfloat16(static_cast<const BFloat16*>(grad) + offset, count, buffer);
+      break;
   }
   return buffer;
 }
 
-void store_quotient(void* grad, GradType type, int64_t offset, int64_t count, const float* values,
+void copy_exact(const void* grad, GradType type, int64_t offset, int64_t count, float* target) {
+  switch (type) {
+    case GradType::kFloat32:
+      return copy_as_float<float>(grad, offset, count, target);
+    case GradType::kFloat16:
+      return copy_as_float<Half>(grad, offset, count, target);
+    case GradType::kBFloat16:
+      return copy_as_float<BFloat16>(grad, offset, count, target);
+  }
+}
+
+void store_quotient(void* grad, GradType type, int64_t offset, int64_t count, float* sums,
                     float divisor) {
-  with_storage(grad, type, [&](auto* storage) { store(values, divisor, count, storage + offset); });
+  switch (type) {
+    case GradType::kFloat32:
+      return kernels().store_float(sums, divisor, count, static_cast<float*>(grad) + offset);
+    case GradType::kFloat16:
+      return kernels().store_half(sums, divisor, count, static_cast<Half*>(grad) + offset);
+    case GradType::kBFloat16:
+      return kernels().store_bfloat16(sums, divisor, count, static_cast<BFloat16*>(grad) + offset);
+  }
+}
+
+void stream_quotient(float* grad, int64_t count, float* sums, float divisor, float* buffer) {
+  kernels().store_float(sums, divisor, count, buffer);
+  int64_t j = 0;
+#if defined(__SSE2__)
+  constexpr int64_t kWidth = 4;
+  for (; j < count && reinterpret_cast<uintptr_t>(grad + j) % 16 != 0; ++j) grad[j] = buffer[j];
+  for (; j + kWidth <= count; j += kWidth) _mm_stream_ps(grad + j, _mm_loadu_ps(buffer + j));
+#endif
+  std::memcpy(grad + j, buffer + j, (count - j) * sizeof(float));
+}
+
+void flush_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 void fill_nan(void* grad, GradType type, int64_t offset, int64_t count) {
-  with_storage(grad, type, [&](auto* storage) {
-    using T = std::remove_pointer_t<decltype(storage)>;
-    std::fill_n(storage + offset, count, from_float<T>(bits_float(kNanBits)));
-  });
+  switch (type) {
+    case GradType::kFloat32:
+      return fill_nan_as<float>(grad, offset, count);
+    case GradType::kFloat16:
+      return fill_nan_as<Half>(grad, offset, count);
+    case GradType::kBFloat16:
+      return fill_nan_as<BFloat16>(grad, offset, count);
+  }
 }
 
 }  // namespace adacomp::cpu

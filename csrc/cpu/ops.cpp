@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "../op_checks.h"
 #include "compress.h"
@@ -31,9 +32,12 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
       check_compress(grad, residual, layout, payload, counters, step, bin_scales, threshold_factor);
   const int64_t tasks =
       std::clamp<int64_t>(checked.chunks() / kChunksPerTask, 1, at::get_num_threads());
+  // Of the calling thread, which waits here for the others: no two calls share it.
+  thread_local std::vector<Staging> staging;
+  staging.resize(tasks);
   Compressor compressor(checked, codec, grad.const_data_ptr(), residual.data_ptr<float>(),
                         payload.data_ptr<uint8_t>(), payload.numel(), step,
-                        counters ? counters->data_ptr<int64_t>() : nullptr, tasks);
+                        counters ? counters->data_ptr<int64_t>() : nullptr, staging);
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) compressor.select(task);
   });
@@ -43,6 +47,7 @@ void compress(const at::Tensor& grad, const at::Tensor& residual, const at::Tens
   });
   at::parallel_for(0, checked.raw_elements(), kRawPerTask,
                    [&](int64_t begin, int64_t end) { compressor.copy_raw(begin, end); });
+  for (Staging& used : staging) used.trim(payload.numel());
 }
 
 void decompress(const at::Tensor& payloads, const at::Tensor& grad, const at::Tensor& layout,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from study import KEY, Row, key_of_row
+from study import Row, key_of_row
 
 METHODS = {"dense": "dense", "topk": "top-k", "powersgd": "PowerSGD", "half": "float16"}
 
@@ -28,14 +28,6 @@ def method_of(row: Row) -> str:
     return f"{row['scale']} scale" + ("" if factor == 2 else f", factor {factor:g}")
 
 
-def groups(rows: Iterable[Row], *, without: str = "seed") -> dict[tuple[str, ...], list[Row]]:
-    """Rows whose settings differ only in the column `without`."""
-    result: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        result.setdefault(tuple(row[k] for k in KEY if k != without), []).append(row)
-    return result
-
-
 def group_by(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
     result: dict[str, list[Row]] = {}
     for row in rows:
@@ -54,15 +46,22 @@ def mean_and_spread(rows: Iterable[Row], column: str) -> tuple[float, float]:
 
 
 def percent(rows: Iterable[Row], column: str = "test_error") -> str:
-    """As "31.2 % +- 0.4 (3)": mean, standard deviation, number of runs."""
+    """As "31.2% ± 0.4 (3)": mean, standard deviation, number of runs; "31.2% (1)" of one run."""
     rows = list(rows)
     mean, spread = mean_and_spread(rows, column)
-    return f"{mean:.1%} ± {100 * spread:.1f} ({len(rows)})"
+    return f"{mean:.1%}" + (f" ± {100 * spread:.1f}" if len(rows) > 1 else "") + f" ({len(rows)})"
 
 
 def ratio(rows: Iterable[Row], column: str = "sent_bytes") -> float:
     """Mean compression ratio of the last period of each run."""
     return statistics.fmean(number(row, "dense_bytes") / number(row, column) for row in rows)
+
+
+def ratios(rows: Iterable[Row]) -> str:
+    """As "at 31x (39x)": of the bytes sent, and of the bytes that payloads needed, which is more:
+    all payloads of an exchange have the size of the largest of the last 16 exchanges."""
+    rows = list(rows)
+    return f"at {ratio(rows):.0f}x ({ratio(rows, 'needed_bytes'):.0f}x)"
 
 
 def tidy(axes: Any) -> None:

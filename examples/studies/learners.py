@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from adacomp_torch import default_bin_size, ops
+from adacomp_torch.capacity import Capacity, first_entry_bytes
 from adacomp_torch.layout import BinSizeOption, bin_size_function, make_layout
 
 _NEEDED_AT = slice(16, 24)  # header field needed_bytes, int64: see docs/wire-format.md
-_WINDOW = 16  # the hook sizes exchange n by exchanges n - 17 to n - 2
-_DISTANCE = 2
+_DISTANCE = 2  # the hook sizes exchange n by the headers of n - 2 and before
 
 
 class Exchange(Protocol):
@@ -85,7 +85,13 @@ class AdaComp:
         self.step = 0
         self.needed_bytes = 0.0  # mean over the learners: payloads with nothing to spare
         self.sent_bytes = 0
-        self._largest: deque[int] = deque(maxlen=_WINDOW + _DISTANCE - 1)
+        self._capacity = Capacity(
+            fixed=self.fixed,
+            most=self.capacity,
+            first_entry_bytes=first_entry_bytes(self.fixed, sum(self.numels), learners),
+            pays_up_to=None,
+        )
+        self._needed: deque[int] = deque()  # of the last exchanges, the most of all learners
 
     def __call__(self, grads: Tensor, mean: Tensor) -> None:
         for grad, residual, payload, counters in zip(
@@ -113,13 +119,12 @@ class AdaComp:
         self.step += 1
 
     def _count_bytes(self) -> None:
+        if len(self._needed) == _DISTANCE:
+            self._capacity.add(self._needed.popleft())
+        self.sent_bytes = self._capacity.payload_bytes()
         needed = self.payloads[:, _NEEDED_AT].contiguous().view(torch.int64)
         self.needed_bytes = float(needed.double().mean())
-        # In the hook's first two exchanges the capacity is a guess; here it is what they needed.
-        earlier = list(self._largest)[: -(_DISTANCE - 1)]
-        largest = int(needed.max())
-        self.sent_bytes = max(earlier) if self.step >= _DISTANCE else largest
-        self._largest.append(largest)
+        self._needed.append(int(needed.max()))
 
     def residual(self, name: str) -> Tensor:
         """View of a compressed parameter's residuals, [learners, numel]."""

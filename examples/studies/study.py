@@ -309,7 +309,7 @@ def main(study: Study, description: str | None) -> None:
     total = sum(s.steps for s in todo)
     with tqdm(total=total, unit="step", mininterval=1.0, maxinterval=60.0) as tick:
         for setting in todo:
-            label = " ".join(str(v) for v in list(asdict(setting).values())[:10])
+            label = " ".join(str(v) for v in list(asdict(setting).values())[:11])
             tick.set_description(f"{setting.method} {setting.scale} {setting.bins}")
             run = Run(setting, make_task(setting.task, arguments.data, arguments.fashion))
 
@@ -326,4 +326,6 @@ def main(study: Study, description: str | None) -> None:
     if rows:
         figure = arguments.out / f"{study.name}.png"
         study.draw(rows, figure)
-        print(f"wrote {csv_path} and {figure}\n{study.finding(rows)}")
+        sentence = study.finding(rows)
+        csv_path.with_suffix(".txt").write_text(sentence + "\n", encoding="utf-8")
+        print(f"wrote {csv_path}, .txt and {figure}\n{sentence}")

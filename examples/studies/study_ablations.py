@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from figures import group_by, last_rows, mean_and_spread, ratio, tidy
+from figures import group_by, last_rows, mean_and_spread, percent, ratios, tidy
 from study import Row, Setting, Study, main
 
 SEEDS = 2
@@ -22,8 +22,9 @@ SEEDS = 2
 SHARED: dict[str, dict[str, Any]] = {
     "SGD, lr 0.02": {},
     "no momentum, lr 0.2": {"optimizer": "plain", "lr": 0.2},
-    "Adam, beta2 0.999": {"optimizer": "adam", "lr": 1e-3},
-    "Adam, beta2 0.98": {"optimizer": "adam", "lr": 1e-3, "beta2": 0.98},
+    "Adam, lr 0.001": {"optimizer": "adam", "lr": 1e-3},
+    "Adam, lr 0.003": {"optimizer": "adam", "lr": 3e-3},
+    "Adam, lr 0.001, beta2 0.98": {"optimizer": "adam", "lr": 1e-3, "beta2": 0.98},
     "lr 0.005": {"lr": 0.005},
     "lr 0.05": {"lr": 0.05},
     "weight decay 0.002": {"weight_decay": 0.002},
@@ -97,11 +98,10 @@ def finding(rows: list[Row]) -> str:
     for name, runs in group_by(last_rows(rows), change_of).items():
         results = []
         for kind, some in group_by(runs, kind_of).items():
-            mean, spread = mean_and_spread(some, "test_error")
-            text = f"{kind} {mean:.1%} ± {100 * spread:.1f}"
-            results.append(text if kind == "dense" else f"{text} at {ratio(some):.0f}x")
+            text = f"{kind} {percent(some)}"
+            results.append(text if kind == "dense" else f"{text} {ratios(some)}")
         parts.append(f"{name}: {', '.join(results)}")
-    return "Test error, mean ± deviation. " + "; ".join(parts) + "."
+    return "Test error, mean ± deviation (runs). " + "; ".join(parts) + "."
 
 
 STUDY = Study("ablations", settings, draw, finding)

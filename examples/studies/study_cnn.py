@@ -21,7 +21,7 @@ from figures import (
     mean_and_spread,
     method_of,
     percent,
-    ratio,
+    ratios,
     tidy,
 )
 from matplotlib.axes import Axes
@@ -102,16 +102,18 @@ def finding(rows: list[Row]) -> str:
         [row for row in last if row["learners"] == "4"], title_of
     ).items():
         errors = "; ".join(
-            f"{name} {percent(runs)}" + ("" if name == "dense" else f" at {ratio(runs):.0f}x")
+            f"{name} {percent(runs)}" + ("" if name == "dense" else f" {ratios(runs)}")
             for name, runs in group_by(inside, method_of).items()
         )
         parts.append(f"{title}: {errors}")
-    many = "; ".join(
+    many = [
         f"{row['learners']} learners {method_of(row)} {float(row['test_error']):.1%}"
         for row in last
         if row["learners"] != "4"
-    )
-    return "Test error, mean ± deviation (runs). " + ". ".join([*parts, many]) + "."
+    ]
+    if many:
+        parts.append("; ".join(many))
+    return "Test error, mean ± deviation (runs). " + ". ".join(parts) + "."
 
 
 STUDY = Study("cnn", settings, draw, finding)

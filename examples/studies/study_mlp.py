@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from figures import draw_curves, group_by, last_rows, number, percent, ratio, tidy
+from figures import draw_curves, group_by, last_rows, number, percent, ratios, tidy
 from study import Row, Setting, Study, main
 
 BINS = (50, 500, 5000)
@@ -40,7 +40,15 @@ def settings(seed: int) -> list[Setting]:
     adam = replace(base, optimizer="adam", lr=1e-3)
     result += [replace(adam, method="dense"), *both(adam, 500, 5000)]
     again = replace(base, seed=seed + 1)
-    return [*result, replace(again, method="dense"), *both(again, 500, 5000)]
+    result += [replace(again, method="dense"), *both(again, 500, 5000)]
+    longer = replace(base, steps=3 * base.steps)
+    return [
+        *result,
+        replace(longer, method="dense"),
+        *(replace(longer, bins=f"*.weight={b}") for b in BINS[1:]),
+        *(replace(longer, bins=f"*.weight={b}", scale="bin") for b in BINS[1:]),
+        replace(longer, method="topk", amount=4_000),
+    ]
 
 
 def bin_of(row: Row) -> str:
@@ -53,11 +61,12 @@ def name_of(row: Row) -> str:
     if row["method"] == "dense":
         return "dense"
     kind = "local selection" if float(row["factor"]) == 1 else "AdaComp"
-    return f"{kind}, bin {bin_of(row)}"
+    scale = ", bin scale" if row["scale"] == "bin" else ""
+    return f"{kind}, bin {bin_of(row)}{scale}"
 
 
 def setup_of(row: Row) -> str:
-    return f"{row['task']}, {row['optimizer']}, lr {row['lr']}"
+    return f"{row['task']}, {row['optimizer']}, lr {row['lr']}, {row['steps']} steps"
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -93,7 +102,7 @@ def finding(rows: list[Row]) -> str:
         for name, runs in group_by(inside, name_of).items():
             text = f"{name} {percent(runs)}"
             if name != "dense":
-                text += f" at {ratio(runs):.0f}x"
+                text += f" {ratios(runs)}"
             if runs[0]["method"] == "adacomp":
                 largest = max(number(row, "residual_max") for row in runs)
                 text += f", largest residual {largest:.3g}"

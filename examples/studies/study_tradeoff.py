@@ -21,7 +21,7 @@ from figures import (
     method_of,
     number,
     percent,
-    ratio,
+    ratios,
     tidy,
 )
 from matplotlib.axes import Axes
@@ -105,15 +105,14 @@ def _draw_front(axes: Axes, rows: list[Row]) -> None:
 def finding(rows: list[Row]) -> str:
     last = last_rows(rows)
     points = "; ".join(
-        f"{family_of(group[0])} {label_of(group[0])}".strip()
-        + f" {percent(group)} at {ratio(group):.0f}x"
+        f"{family_of(group[0])} {label_of(group[0])}".strip() + f" {percent(group)} {ratios(group)}"
         for group in group_by(
             [row for row in last if is_point(row)], lambda row: family_of(row) + label_of(row)
         ).values()
     )
     batches = "; ".join(
         f"{row['task']} {row['batch']}: {number(row, 'entries_per_bin'):.2f} entries per bin, "
-        f"{ratio([row]):.0f}x"
+        f"{ratios([row])}"
         for row in last
         if not is_point(row)
     )

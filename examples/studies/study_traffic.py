@@ -2,8 +2,8 @@
 
     python examples/studies/study_traffic.py --data CIFAR10
 
-Claim (section 4): more is sent in early epochs. Writes traffic_parameters.csv too, a row for each
-parameter and part of the payload: the bytes of the first learner's payload at that step.
+Claim (section 4): more is sent in early epochs. Writes traffic_parameters.csv too, with a row for
+each parameter and each other part of a payload.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from study import KEY, Row, Run, Setting, Study, append_rows, key_of_row, main, 
 from adacomp_torch import ops
 
 PARTS_CSV = "traffic_parameters.csv"
-PART_COLUMNS = ["step", "part", "elements", "bin_size", "entries_per_bin", "bytes"]
+# bytes: of the first learner's payload of this step. entries: sent by all learners so far.
+PART_COLUMNS = ["step", "part", "elements", "bin_size", "entries", "bytes"]
 HEADER = 32
 
 
@@ -33,7 +34,7 @@ def settings(seed: int) -> list[Setting]:
 
 
 def at_row(run: Run, step: int, folder: Path) -> None:
-    """Appends the parts of the first learner's payload of the last step."""
+    """Appends a row for every part of a payload."""
     if run.adacomp is None:
         return
     rows = [{**asdict(run.setting), "step": step, **part} for part in parts_of_payload(run.adacomp)]
@@ -58,27 +59,16 @@ def parts_of_payload(adacomp: AdaComp) -> list[dict[str, object]]:
         {"part": "chunk table", "bytes": chunks},
         {"part": "raw", "bytes": raw},
     ]
+    sent = adacomp.counters[:, :, 0].sum(0).tolist()
     chunk = 0
-    for name, numel, size in zip(adacomp.names, adacomp.numels, sizes, strict=True):
+    for name, numel, size, entries in zip(adacomp.names, adacomp.numels, sizes, sent, strict=True):
         if size is None:
             continue
-        bins = -(-numel // size)
-        per_chunk = max(1, 4096 // size)
+        bins, per_chunk = -(-numel // size), max(1, 4096 // size)
         end = chunk + -(-bins // per_chunk)
-        used = table[end] - table[chunk]
+        part = {"part": name, "elements": numel, "bin_size": size, "entries": entries}
+        parts.append({**part, "bytes": table[end] - table[chunk]})
         chunk = end
-        width = 1 if size <= 63 else 2
-        codes = bins if adacomp.scale == "bin" else 0
-        parts.append(
-            {
-                "part": name,
-                "elements": numel,
-                "bin_size": size,
-                # Padding, and the entry of a bin that sends nothing, count as entries here.
-                "entries_per_bin": (used - codes) / width / bins,
-                "bytes": used,
-            }
-        )
     return parts
 
 
@@ -111,8 +101,15 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def _draw_entries(axes: Axes, rows: list[Row]) -> None:
     for name, inside in group_by(rows, lambda row: row["part"]).items():
-        steps = [int(row["step"]) for row in inside]
-        axes.plot(steps, [number(row, "entries_per_bin") for row in inside], label=name)
+        steps = [0, *(int(row["step"]) for row in inside)]
+        entries = [0, *(int(row["entries"]) for row in inside)]
+        bins = -(-int(inside[0]["elements"]) // int(inside[0]["bin_size"]))
+        per_step = bins * int(inside[0]["learners"])
+        means = [
+            (entries[i] - entries[i - 1]) / (steps[i] - steps[i - 1]) / per_step
+            for i in range(1, len(steps))
+        ]
+        axes.plot(steps[1:], means, label=name)
     axes.set_ylabel("entries per bin")
     axes.set_xlabel("steps")
     axes.legend(fontsize=5)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from figures import draw_errors, group_by, last_rows, mean_and_spread, ratio
+from figures import draw_errors, group_by, last_rows, mean_and_spread, ratios
 from study import Row, Setting, Study, main
 
 ATTENTION = "blocks.*.qkv.weight={0},blocks.*.out.weight={0}"
@@ -61,8 +61,9 @@ def finding(rows: list[Row]) -> str:
     results = []
     for name, runs in group_by(last_rows(rows), name_of).items():
         loss, spread = mean_and_spread(runs, "test_loss")
-        text = f"{name} {loss:.3f} ± {spread:.3f} ({len(runs)})"
-        results.append(text if name == "dense" else f"{text} at {ratio(runs):.0f}x")
+        text = f"{name} {loss:.3f}" + (f" ± {spread:.3f}" if len(runs) > 1 else "")
+        text += f" ({len(runs)})"
+        results.append(text if name == "dense" else f"{text} {ratios(runs)}")
     return "Test loss in nats, mean ± deviation (runs): " + "; ".join(results) + "."
 
 

@@ -105,8 +105,9 @@ void Bucket::compress(Kind kind, int64_t rank, int64_t step) {
   Memory counters[2] = {Memory(counters_bytes), Memory(counters_bytes)};
   int64_t* counts[2] = {counters[0].get<int64_t>(), counters[1].get<int64_t>()};
   if (!options_.counts) counts[0] = counts[1] = nullptr;
+  std::vector<cpu::Staging> staging(1);
   cpu::Compressor compressor(layout_, codec_, grad.get(), residuals_[0][rank].get<float>(),
-                             payload(rank), capacity_, step, counts[0], 1);
+                             payload(rank), capacity_, step, counts[0], staging);
   compressor.select(0);
   compressor.assemble();
   compressor.commit(0);

@@ -200,8 +200,9 @@ inline uint32_t sentinel_bits(GradType type) {
 
 inline void compress(const Scene& scene, int64_t step, const uint8_t* grad, float* residual,
                      uint8_t* payload, int64_t* counters, int64_t tasks) {
+  std::vector<adacomp::cpu::Staging> staging(tasks);
   adacomp::cpu::Compressor compressor(scene.layout, scene.codec, grad, residual, payload,
-                                      scene.capacity, step, counters, tasks);
+                                      scene.capacity, step, counters, staging);
   for (int64_t task = tasks - 1; task >= 0; --task) compressor.select(task);
   compressor.assemble();
   for (int64_t task = tasks - 1; task >= 0; --task) compressor.commit(task);
