@@ -20,7 +20,7 @@ from torch import Tensor
 from . import _C, dense, ops
 from .agreement import agree, all_gather_single
 from .capacity import Capacity, first_entry_bytes, largest_that_pays
-from .layout import BucketParameter
+from .layout import BucketParameter, chunk_count
 
 _DISTANCE = 2  # exchange n is sized by the headers of n - 2 and before, on every backend alike
 _NEEDED_AT = slice(16, 24)  # header field needed_bytes, int64
@@ -195,7 +195,8 @@ class BucketExchange:
             seconds[key] += getattr(self, key)
         for p, (entries, dropped) in zip(self.parameters, self.counters.tolist(), strict=True):
             bins = -(-p.numel // p.bin_size) if p.bin_size else 0
-            for i, count in enumerate((entries, dropped, bins * compressed)):
+            chunks = chunk_count(p.numel, p.bin_size)
+            for i, count in enumerate((entries, dropped, bins * compressed, chunks * compressed)):
                 counts[p.name][i] += count
 
     # ---- headers ---------------------------------------------------------------------------------

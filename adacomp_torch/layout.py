@@ -28,6 +28,14 @@ class BucketParameter:
     residual_offset: int
 
 
+def chunk_count(numel: int, bin_size: int | None) -> int:
+    """Chunks (the unit of what is dropped, about 4,096 elements) of one parameter."""
+    if bin_size is None:
+        return 0
+    bins = -(-numel // bin_size)
+    return -(-bins // max(1, 4096 // bin_size))
+
+
 def make_layout(numels: Sequence[int], bin_sizes: Sequence[int | None]) -> Tensor:
     """Layout ([segments, 4], int64) of consecutive parameters whose residuals are consecutive too.
 

@@ -226,18 +226,20 @@ class AdaCompState:
         - exchanges: of single buckets, after `start_iter`. fallbacks, fallback_bytes: those of them
           that were all-reduced because compressing did not pay, and the bytes of these.
         - dense_bytes: bytes of the gradients. compression_ratio: dense_bytes / bytes_sent.
-        - entries_per_bin: elements sent per bin and exchange. dropped_chunks: sent later instead.
+        - entries_per_bin: elements sent per bin and exchange. dropped_chunks: sent later instead,
+          because they did not fit. dropped_share: of all chunks in compressed exchanges.
         - residual_max: largest |residual|.
         - compress_seconds, exchange_seconds (from the all-gather's start to its end, mostly
           overlapped with the backward), decompress_seconds: host time, summed over buckets.
         - parameters, with `per_parameter`: name -> bin_size, entries_per_bin, dropped_chunks,
-          residual_max of each compressed parameter.
+          dropped_share, residual_max of each compressed parameter.
 
         Waits for the device; not for use in every step of a fast loop.
         """
         self.check()
         self._settle()
-        counts = {name: [0, 0, 0] for name in self._residuals.parameters}  # entries, dropped, bins
+        # Entries, dropped chunks, bins, chunks.
+        counts = {name: [0, 0, 0, 0] for name in self._residuals.parameters}
         totals = dict.fromkeys(
             ("exchanges", "fallbacks", "fallback_bytes", "bytes_sent", "dense_bytes"), 0
         )
@@ -352,5 +354,9 @@ def _abs_max(tensor: Tensor) -> float:
 
 
 def _per_bin(counts: Sequence[int]) -> dict[str, float]:
-    entries, dropped, bins = counts
-    return {"entries_per_bin": entries / max(1, bins), "dropped_chunks": dropped}
+    entries, dropped, bins, chunks = counts
+    return {
+        "entries_per_bin": entries / max(1, bins),
+        "dropped_chunks": dropped,
+        "dropped_share": dropped / max(1, chunks),
+    }

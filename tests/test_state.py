@@ -15,7 +15,15 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook, agreement, default_bin_size, exchange, ops
+from adacomp_torch import (
+    AdaCompState,
+    adacomp_hook,
+    agreement,
+    capacity,
+    default_bin_size,
+    exchange,
+    ops,
+)
 from adacomp_torch.layout import BucketParameter
 
 
@@ -246,8 +254,10 @@ def test_the_capacity_of_an_exchange_follows_the_headers_of_the_one_before_the_l
         if n < 2:
             assert bucket.capacity.payload_bytes() == first
         else:
-            largest = max(needs[max(0, n - 17) : n - 1])
-            expected = bucket.fixed + (largest + 15) // 16 * 16
+            entries = capacity.mean_and_deviations(
+                needs[n - 1 - min(n - 1, 32, max(4, (n - 1) // 2)) : n - 1]
+            )
+            expected = bucket.fixed + (entries + 15) // 16 * 16
             assert bucket.capacity.payload_bytes() == expected
         # A rank whose callback is one exchange behind computes the same.
         bucket._unread.append(bucket.exchanges)
