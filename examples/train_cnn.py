@@ -42,7 +42,7 @@ DEFAULT_LR = {"sgd": 0.02, "adam": 1e-3}
 MOMENTUM = 0.9
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, default=DEBIAN, help="folder of the four idx .gz files"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     for name in ("epochs", "batch", "steps"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -49,7 +49,7 @@ BIN_SIZES = {"embedding.weight": 50, "linear.weight": 50}
 EARLY_STEPS = (0, 2, 5, 10, 20)  # validated too: as many bytes as compressed runs send in all
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("demo"), help="folder of demo.png, demo.csv"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     arguments.runs = arguments.runs.split(",")
     if unknown := set(arguments.runs) - set(KINDS):
         parser.error(f"--runs: expected some of {','.join(KINDS)}, got {','.join(sorted(unknown))}")

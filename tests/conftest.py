@@ -1,9 +1,11 @@
-"""GPU tests skip where there is no GPU, and fail instead if ADACOMP_REQUIRE_CUDA=1."""
+"""GPU tests skip where there is no GPU, and fail instead if ADACOMP_REQUIRE_CUDA=1; those that
+build networks skip without root, and fail instead if ADACOMP_REQUIRE_NETBENCH=1."""
 
 from __future__ import annotations
 
 import os
 
+import network
 import pytest
 import torch
 
@@ -26,3 +28,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("ADACOMP_REQUIRE_CUDA") == "1" and needed == 1:
         pytest.fail(f"expected {needed} GPU and a build with CUDA, got: {found}")
     pytest.skip(f"needs {needed} GPU(s) and a build with CUDA: {found}")
+
+
+@pytest.fixture(scope="session")
+def can_build_networks() -> None:
+    reason = network.unavailable()
+    if reason and os.environ.get("ADACOMP_REQUIRE_NETBENCH") == "1":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(f"needs network namespaces: {reason}")

@@ -314,15 +314,6 @@ def test_bad_options_are_refused(option, capsys):
 # ---- namespaces ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def can_build_networks() -> None:
-    reason = network.unavailable()
-    if reason and os.environ.get("ADACOMP_REQUIRE_NETBENCH") == "1":
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(f"needs network namespaces: {reason}")
-
-
 def namespaces_of(pid: int) -> list[str]:
     return [name for name in network.namespaces() if f"-{pid}-" in name]
 
@@ -442,6 +433,22 @@ def test_an_exception_removes_the_network(error):
 
     with pytest.raises(error):
         interrupted()
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("can_build_networks")
+def test_a_signal_during_the_removal_counts_after_it(monkeypatch):
+    delete = network._delete
+
+    def interrupted(names: list[str]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        delete(names)
+
+    with (
+        pytest.raises(SystemExit, match="143"),
+        network.build_network(network.parse_link("unlimited"), 2),
+    ):
+        monkeypatch.setattr(network, "_delete", interrupted)
     assert namespaces_of(os.getpid()) == []
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from adacomp_torch import AdaCompState, adacomp_hook
+from adacomp_torch import AdaCompState, adacomp_hook, default_bin_size
+from adacomp_torch.layout import BinSizeOption
 
 # The name since torch 2.13, where the older one began to warn.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -174,9 +175,11 @@ def _top_k(ddp: DistributedDataParallel) -> Seconds:
     return lambda: dict(state.seconds)
 
 
-def _adacomp(scale: Any) -> Callable[[DistributedDataParallel], Seconds]:
+def adacomp(
+    scale: Any, bin_size: BinSizeOption = default_bin_size
+) -> Callable[[DistributedDataParallel], Seconds]:
     def register(ddp: DistributedDataParallel) -> Seconds:
-        state = AdaCompState(ddp, scale=scale)
+        state = AdaCompState(ddp, scale=scale, bin_size=bin_size)
         ddp.register_comm_hook(state, adacomp_hook)
 
         def seconds() -> dict[str, float]:
@@ -198,6 +201,6 @@ HOOKS = {
     "powersgd1": Hook("PowerSGD, rank 1", _power_sgd(1), warm_up=8, one_bucket=True),
     "powersgd4": Hook("PowerSGD, rank 4", _power_sgd(4), warm_up=8, one_bucket=True),
     "topk": Hook("top-k, 1 %", _top_k, warm_up=8),
-    "layer": Hook("AdaComp, layer scale", _adacomp("layer"), warm_up=100),
-    "bin": Hook("AdaComp, bin scale", _adacomp("bin"), warm_up=100),
+    "layer": Hook("AdaComp, layer scale", adacomp("layer"), warm_up=100),
+    "bin": Hook("AdaComp, bin scale", adacomp("bin"), warm_up=100),
 }

@@ -246,6 +246,18 @@ def _signals(handler: Any, numbers: tuple[signal.Signals, ...]) -> Iterator[None
 
 
 @contextmanager
+def _delayed(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals that arrive meanwhile take effect afterwards."""
+    arrived: list[int] = []
+    try:
+        with _signals(lambda number, frame: arrived.append(number), numbers):
+            yield
+    finally:
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
+
+
+@contextmanager
 def build_network(link: Link, hosts: int) -> Iterator[Network]:
     """A network of 2 to 8 hosts, removed at the end, after an exception, SIGINT, SIGTERM or SIGHUP.
 
@@ -263,7 +275,7 @@ def build_network(link: Link, hosts: int) -> Iterator[Network]:
             yield network
         finally:
             # A second Ctrl-C waits: it would leave the other half behind.
-            with _signals(signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            with _delayed(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 _delete([network.namespace(host) for host in (SWITCH, *range(hosts))])
 
 

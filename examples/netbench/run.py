@@ -44,6 +44,7 @@ from rich.table import Table
 from workloads import WORKLOADS, missing
 
 WORKER = Path(__file__).with_name("worker.py")
+EXAMPLES = str(Path(__file__).parent.parent)  # whose train scripts a worker may import
 STORE_PORT = 29500  # every case's namespace is empty, so the port is free
 GRACE_SECONDS = 2.0  # for stacks to be written, or for the others to see a failure
 TOO_SLOW, TOO_FAST = 0.85, 1.02  # goodput / rate; headers take 4 to 5 %
@@ -94,27 +95,36 @@ class Workers:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, network: Network, row: Row, args: argparse.Namespace) -> None:
+        options = {
+            "model": row.model,
+            "hook": row.hook,
+            "warm-up": args.warm_up or HOOKS[row.hook].warm_up,
+            "seconds": args.seconds,
+            "min-steps": args.min_steps,
+            "max-steps": args.max_steps,
+            "timeout": args.timeout,
+        }
+        self.launch(network, WORKER, options)
+
+    def launch(self, network: Network, script: Path, options: dict[str, object]) -> None:
+        """Starts `script` on every host, with `options` and those that differ between ranks."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        for rank in range(row.ranks):
-            options = {
+        paths = (EXAMPLES, os.environ.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        for rank in range(network.hosts):
+            every = {
                 "rank": rank,
-                "ranks": row.ranks,
+                "ranks": network.hosts,
                 "store": f"{address(0)}:{STORE_PORT}",
-                "model": row.model,
-                "hook": row.hook,
-                "warm-up": args.warm_up or HOOKS[row.hook].warm_up,
-                "seconds": args.seconds,
-                "min-steps": args.min_steps,
-                "max-steps": args.max_steps,
-                "timeout": args.timeout,
                 "result": self.folder / f"rank{rank}.json",
                 "parent": os.getpid(),
+                **options,
             }
-            words = itertools.chain(*((f"--{name}", str(value)) for name, value in options.items()))
+            words = itertools.chain(*((f"--{name}", str(value)) for name, value in every.items()))
             with (self.folder / f"rank{rank}.log").open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        network.command(rank, sys.executable, str(WORKER), *words),
+                        network.command(rank, sys.executable, str(script), *words),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         env=environment,
@@ -159,6 +169,11 @@ class Workers:
         names = [f"{name} ({Path(file).name}:{line})" for file, line, name in frames]
         return f"; rank {ranks[0]} in {names[0]}" if names else ""
 
+    def results(self) -> list[dict[str, Any]]:
+        """What the ranks have written, after they all ended well."""
+        paths = (self.folder / f"rank{rank}.json" for rank in range(len(self.processes)))
+        return [json.loads(path.read_text()) for path in paths]
+
     def end(self) -> None:
         for process in self.processes:
             process.kill()
@@ -202,8 +217,7 @@ def measure(network: Network, row: Row, args: argparse.Namespace) -> Row:
         if status != "ok":
             keep_logs(workers, args.out / "logs" / "-".join(map(str, row.key)))
             return replace(row, status=status, reason=reason)
-        texts = [(workers.folder / f"rank{rank}.json").read_text() for rank in range(row.ranks)]
-    return summarise(row, [json.loads(text) for text in texts])
+        return summarise(row, workers.results())
 
 
 def keep_logs(workers: Workers, folder: Path) -> None:

@@ -117,16 +117,20 @@ def measure(args: argparse.Namespace, store: Store) -> dict[str, object]:
     }
 
 
+def write_whole(path: Path, text: str) -> None:
+    """The file is there with all of `text`, or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
 def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # run.py asks a rank that hangs
     args = parse_arguments()
     die_with_parent(args.parent)
     torch.set_num_threads(1)
     store = join(args)
-    result = measure(args, store)
-    partial = args.result.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.rename(args.result)
+    write_whole(args.result, json.dumps(measure(args, store)))
     dist.barrier()
     dist.destroy_process_group()
 
