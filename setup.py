@@ -40,6 +40,9 @@ CUDA_SOURCES = ["csrc/cuda/kernels.cu", "csrc/cuda/ops.cpp"]
 # The same input must give the same bytes everywhere: no contraction to FMA, no fast-math.
 # BuildExtension adds the -std that torch's headers need.
 COMPILE_ARGS = ["-O3", "-g0", "-ffp-contract=off", "-Wall", "-fvisibility=hidden"]
+# at::parallel_for is serial without it. Not for the linker: the runtime must be the one that torch
+# brings along, or torch.set_num_threads() would speak to another.
+COMPILE_ARGS += ["-fopenmp"]
 NVCC_ARGS = ["-O3", "-fmad=false", "-Xptxas", "-v"]  # -v: registers and spills, for the build's log
 ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0+PTX"  # used unless TORCH_CUDA_ARCH_LIST is set
 

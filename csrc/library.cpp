@@ -9,11 +9,13 @@
 //   counters   int64 [segments, 2]: entries sent and chunks dropped are added
 //   status     int64 [1]: receives the first fault of a malformed payload
 //   condition  bool [1]: whether anything is to be done
+#include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <string>
 
 #include "cpu/kernels.h"
@@ -108,6 +110,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_non_overlapping_and_dense",
         [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); });
   m.def("inspect_payload", &inspect_payload, py::arg("payload"), py::arg("layout") = py::none());
+  m.def("parallel_threads", [] {
+    std::atomic<int64_t> threads{0};
+    at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) { ++threads; });
+    return threads.load();
+  });
   m.def("kernels", [] { return adacomp::cpu::kernels().name; });
   m.def("available_kernels", &adacomp::cpu::available_kernels);
   m.def(

@@ -17,7 +17,7 @@ from buckets import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacomp_torch import ops
+from adacomp_torch import _C, ops
 from adacomp_torch.layout import make_layout
 
 
@@ -108,6 +108,7 @@ def test_every_thread_count_gives_the_same_bits(scale):
     before = torch.get_num_threads()
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
+        assert _C.parallel_threads() == threads
         residual, payload = torch.zeros(370_000), torch.empty((1, capacity), dtype=torch.uint8)
         out = torch.empty(370_000)
         ops.compress(grad, residual, layout, payload[0], scale=scale)

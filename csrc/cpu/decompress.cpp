@@ -11,7 +11,7 @@
 namespace adacomp::cpu {
 namespace {
 
-constexpr int64_t kStreamedElements = 2 << 20;  // 8 MiB: more than a core's share of most caches
+constexpr int64_t kStreamedElements = 4 << 20;  // 16 MiB: more than a core has of most caches
 constexpr int64_t kNoFault = std::numeric_limits<int64_t>::max();
 
 bool all_zero(const uint8_t* bytes, int64_t begin, int64_t end) {
